@@ -1,0 +1,56 @@
+# Every target does its own set-up, once: a virtual environment in $(VENV) with the pinned, hashed requirements.
+#   make train ARGS="--arch vit"      train on every visible device
+#   make test | slow | lint           the fast tests (minutes) | the slow ones | ruff and pyright
+#   make lock                         resolve requirements/*.txt anew from pyproject.toml
+#   make wheel                        build dist/cssm-*.whl
+# PYTHON=python3.12 and VENV=folder choose another interpreter and another environment.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+RUN := $(VENV)/bin/python
+
+# What `make train` installs follows the NVIDIA driver: CUDA 13 needs 580 or newer, CUDA 12 needs 525.
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/\..*//p')
+RUNTIME := $(shell [ "$(DRIVER)" -ge 580 ] 2>/dev/null && echo gpu || { [ "$(DRIVER)" -ge 525 ] 2>/dev/null && echo cuda12 || echo runtime; })
+
+.PHONY: help train test slow lint lock wheel
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '2,6s/^# *//p' Makefile
+
+train: $(VENV)/.$(RUNTIME)
+	$(RUN) main.py $(ARGS)
+
+test: $(VENV)/.dev
+	$(RUN) -m pytest -q -m "not slow" $(ARGS)
+
+slow: $(VENV)/.dev
+	$(RUN) -m pytest -q -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker
+
+lint: $(VENV)/.dev
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m pyright --pythonpath $(RUN)
+
+# requirements/X.txt is complete, so that pip has nothing to resolve; bytecode is written at first import.
+$(VENV)/.%: requirements/%.txt
+	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(sys.version_info < (3, 11) and \
+	  "error: $(PYTHON) is Python " + v + ", 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing $< (about 1 GB, once)"
+	@$(RUN) -m pip --disable-pip-version-check install -q --require-hashes --no-deps --no-compile -r $<
+	@touch $@
+
+COMPILE = build/lock/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --no-emit-index-url --custom-compile-command "make lock" pyproject.toml
+
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install -q uv
+	$(COMPILE) -o requirements/runtime.txt
+	for extra in dev gpu cuda12; do \
+	  $(COMPILE) --extra $$extra -c requirements/runtime.txt -o requirements/$$extra.txt || exit 1; done
+
+wheel:
+	$(PYTHON) -m pip --disable-pip-version-check wheel -q --no-deps -w dist .
