@@ -1,0 +1,223 @@
+"""Devices: which ones, what they are, and one program on all of them."""
+
+import glob
+import hashlib
+import os
+import platform as host
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from parallel.batches import (
+    AXIS,
+    Batching,
+    DeviceError,
+    device_sharding,
+    pad_and_mask,
+    prefetch_to_device,
+    resolve_batch,
+    shard_batch,
+)
+
+__all__ = [
+    "AXIS",
+    "Batching",
+    "DeviceError",
+    "assert_replicated",
+    "describe",
+    "enable_compile_cache",
+    "pad_and_mask",
+    "peak_bytes",
+    "per_device",
+    "prefetch_to_device",
+    "replicate",
+    "resolve_batch",
+    "running_line",
+    "select_devices",
+    "shard_batch",
+    "spmd",
+    "unreplicate",
+]
+
+Tree = Any
+
+
+def select_devices(
+    platform: str = "auto",
+    gpus: str | Sequence[int] | None = None,
+    num_devices: int | None = None,
+    single: bool = False,
+) -> list[jax.Device]:
+    """The local devices to run on: all that are visible, unless narrowed down.
+
+    platform: auto | cpu | gpu | tpu. gpus: indices into the visible devices, "0,2" or a sequence, kept in that
+    order. num_devices: the first so many. single: the first only.
+    Raises DeviceError, naming what exists, for a platform or an index that is not there, a repeated index, choices
+    that contradict each other, and for an NVIDIA GPU that jax cannot use (a run never falls back to the CPU unasked).
+    """
+    visible = _visible(platform)
+    chosen = visible if gpus is None else [visible[i] for i in _indices(gpus, len(visible))]
+    typed = "" if gpus is None else f" with --gpus {gpus if isinstance(gpus, str) else ','.join(map(str, gpus))}"
+    if num_devices is not None:
+        if num_devices < 1 or num_devices > len(chosen) or (gpus is not None and num_devices != len(chosen)):
+            raise DeviceError(
+                f"--num_devices {num_devices}{typed} is not possible: "
+                + (f"{len(chosen)} visible, type 1 to {len(chosen)}" if not typed else "type one of the two")
+            )
+        chosen = chosen[:num_devices]
+    if single:
+        if len(chosen) > 1 and (typed or num_devices):
+            raise DeviceError(f"--multi_gpu off uses one device, but {len(chosen)} were asked for: type one of the two")
+        chosen = chosen[:1]
+    return chosen
+
+
+def _visible(platform: str) -> list[jax.Device]:
+    try:
+        devices = jax.local_devices(backend=None if platform == "auto" else platform)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if platform == "auto":
+            raise DeviceError(f"jax finds no device: {reason}; check the JAX_PLATFORMS variable") from error
+        extra = {"gpu": "install the gpu extra (pip install 'cssm[gpu]')", "tpu": "install the tpu extra"}
+        raise DeviceError(
+            f"--platform {platform}: jax finds no such device here ({reason}); "
+            f"{extra.get(platform, 'check the JAX_PLATFORMS variable')}, or leave --platform out"
+        ) from error
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    unasked = platform == "auto" and not os.environ.get("JAX_PLATFORMS") and not hidden
+    if unasked and devices[0].platform == "cpu" and glob.glob("/dev/nvidia[0-9]*"):
+        raise DeviceError(
+            "this machine has an NVIDIA GPU, but jax can use the CPU only: install the gpu extra "
+            "(pip install 'cssm[gpu]'), or type --platform cpu"
+        )
+    return devices
+
+
+def _indices(gpus: str | Sequence[int], visible: int) -> list[int]:
+    words = gpus.split(",") if isinstance(gpus, str) else [str(i) for i in gpus]
+    typed = f"--gpus {','.join(words)}"
+    if not all(re.fullmatch(r"\s*\d+\s*", word) for word in words):
+        raise DeviceError(f"{typed}: not a list of device indices, type for example --gpus 0,1")
+    indices = [int(word) for word in words]
+    exist = "0" if visible == 1 else f"0 to {visible - 1}"
+    if missing := [i for i in indices if i >= visible]:
+        raise DeviceError(f"{typed}: there is no device {missing[0]}, the visible devices are {exist}")
+    if len(set(indices)) != len(indices):
+        raise DeviceError(f"{typed}: a device is named twice, type each index once ({exist} are visible)")
+    return indices
+
+
+def running_line(devices: Sequence[jax.Device]) -> str:
+    """`Running on 4 devices (multi-GPU enabled)`, multi-CPU or multi-TPU; `Running on 1 device`."""
+    if len(devices) == 1:
+        return "Running on 1 device"
+    return f"Running on {len(devices)} devices (multi-{devices[0].platform.upper()} enabled)"
+
+
+def describe(devices: Sequence[jax.Device]) -> list[dict[str, Any]]:
+    """A row for each device: id, kind, platform, process, memory_bytes (None where the backend does not say)."""
+    return [
+        {
+            "id": device.id,
+            "kind": device.device_kind,
+            "platform": device.platform,
+            "process": device.process_index,
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        }
+        for device in devices
+    ]
+
+
+def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """The most memory any one device has had in use so far; None where the backend does not say (CPU)."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def spmd(
+    fn: Callable[..., Tree],
+    devices: Sequence[jax.Device],
+    *,
+    donate_argnums: int | tuple[int, ...] = (),
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static: int | tuple[int, ...] = (),
+) -> Callable[..., Tree]:
+    """Compile `fn` to run on every device at once, over the leading dim D of its arguments; collectives use AXIS.
+
+    Feed it host arrays, or what `replicate`, `per_device` and `shard_batch` return. in_axes / out_axes: 0 for a
+    leading dim D, None for a value common to all devices. static: positions of compile-time constants.
+    Raises DeviceError if the leading dim is not the number of devices.
+    """
+
+    def on_each_device(*args: Any) -> Tree:
+        # A smaller leading dim would quietly run on some of the devices. The size is known while tracing, so the
+        # check costs nothing later.
+        if (size := jax.lax.axis_size(AXIS)) != len(devices):
+            raise DeviceError(f"arguments with leading dim {size} were given to a function of {len(devices)} devices")
+        return fn(*args)
+
+    return jax.pmap(
+        on_each_device,
+        axis_name=AXIS,
+        devices=devices,
+        donate_argnums=donate_argnums,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        static_broadcasted_argnums=static,
+    )
+
+
+def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
+    """Copy each leaf x to every device, as one array [D, *x.shape] laid out exactly as `spmd` returns its outputs.
+
+    Leaves: host or device arrays and numbers; random keys as raw uint32 (`jax.random.key_data`), not typed keys.
+    """
+    # The copy matters: the CPU backend may share a host array's memory with the device array made of it.
+    stacked = jax.tree.map(lambda x: np.broadcast_to(np.array(x), (len(devices), *np.shape(x))), tree)
+    return per_device(stacked, devices)
+
+
+def per_device(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
+    """Put row d of each host array [D, ...] on device d (values that differ between devices, such as keys)."""
+    for leaf in jax.tree.leaves(tree):
+        if np.shape(leaf)[:1] != (len(devices),):
+            raise DeviceError(f"an array {np.shape(leaf)} has no row for each of {len(devices)} devices")
+    return jax.device_put(tree, device_sharding(devices))
+
+
+def unreplicate(tree: Tree) -> Tree:
+    """The numpy value [...] of each replicated leaf [D, ...], read from the first device of this process alone."""
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0, ...], tree)
+
+
+def assert_replicated(tree: Tree) -> None:
+    """Raise AssertionError, naming the leaf, unless all devices hold the same bits of every leaf [D, ...]."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
+        different = [d for d, bits in enumerate(others, start=1) if bits != first]
+        if different:
+            raise AssertionError(f"{jax.tree_util.keystr(path)} differs between device 0 and devices {different}")
+
+
+def enable_compile_cache(directory: str | Path) -> Path:
+    """Keep compiled programs under `directory`, so that the next run starts sooner; returns the folder in use.
+
+    Call it before the first compilation. The folder's name holds the jax version and the CPU model, because a home
+    directory may be shared by machines that cannot run each other's code. Raises OSError if it cannot be created.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = cpuinfo.read_text() if cpuinfo.exists() else host.processor()
+    features = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", cpu, re.MULTILINE))) or [cpu]
+    key = hashlib.sha256("\n".join(features).encode()).hexdigest()[:8]
+    folder = Path(directory) / f"jax{jax.__version__}-{host.machine()}-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
