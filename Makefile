@@ -42,12 +42,12 @@ $(VENV)/.%: requirements/%.txt
 	@$(RUN) -m pip --disable-pip-version-check install -q --require-hashes --no-deps --no-compile -r $<
 	@touch $@
 
-COMPILE = build/lock/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+COMPILE = .venv-lock/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
   --no-emit-index-url --custom-compile-command "make lock" pyproject.toml
 
 lock:
-	$(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip --disable-pip-version-check install -q uv
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip --disable-pip-version-check install -q uv
 	$(COMPILE) -o requirements/runtime.txt
 	for extra in dev gpu cuda12; do \
 	  $(COMPILE) --extra $$extra -c requirements/runtime.txt -o requirements/$$extra.txt || exit 1; done
