@@ -1,0 +1,272 @@
+"""The rules of the house: who imports whom, where things live, and what must never be written."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*ROOT.glob("main.py"), *ROOT.glob("cssm/**/*.py"), *ROOT.glob("parallel/**/*.py")])
+TESTS = sorted(ROOT.glob("tests/*.py"))
+
+# Part of the project -> the parts that it may import. A part is main, parallel, cssm (its __init__), or the
+# name that follows `cssm.`.
+MAY_IMPORT = {
+    "main": "cli",
+    "cssm": "config train",
+    "cli": "cssm config report train inference data",
+    "train": "cssm config report checkpoint step models data parallel",
+    "inference": "cssm config report checkpoint step models data parallel",
+    "step": "config models parallel",
+    "checkpoint": "cssm config",
+    "report": "cssm config",
+    "models": "config cells spectral positions",
+    "cells": "scan spectral positions",
+    "scan": "",
+    "spectral": "",
+    "positions": "",
+    "data": "config",
+    "config": "",
+    "parallel": "",
+}
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "configs",
+    "cssm",
+    "docs",
+    "main.py",
+    "parallel",
+}
+TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
+# Training on generated or bundled images must run where these are not installed, or is faster without them.
+LAZY = {"grain", "matplotlib", "ruamel", "sklearn", "tensorboardX", "tensorflow", "tensorflow_datasets"}
+ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
+REGISTRY = re.compile(
+    r"pypi\.org|pythonhosted\.org|npmjs\.(?:org|com)|conda\.(?:io|org)|--(?:extra-)?index-url", re.IGNORECASE
+)
+
+
+def module_name(path: Path) -> str:
+    """cssm/cells/gated.py -> cssm.cells.gated; a package is named by its folder."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part(module: str) -> str:
+    return module.split(".")[1] if module.startswith("cssm.") else module.split(".")[0]
+
+
+def imports(tree: ast.AST, top_only: bool = False) -> Iterator[str]:
+    """Every module that is imported: `from a import b` gives a.b, since b may be a module.
+
+    A relative import starts with a dot. top_only leaves out what is imported inside a function.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+        elif not (top_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            yield from imports(node, top_only)
+
+
+# Each guard takes (module, tree) and yields one sentence for each violation.
+
+
+def import_order(module: str, tree: ast.AST) -> Iterator[str]:
+    here = part(module)
+    if here not in MAY_IMPORT:
+        yield f"{here} has no row in MAY_IMPORT"
+        return
+    for name in imports(tree):
+        if name.startswith("."):
+            yield f"relative import {name}"
+        elif name.split(".")[0] in ("main", "cssm", "parallel", "tests"):
+            # `from cssm import Config` names no part: it imports the package itself.
+            there = part(name) if part(name) in MAY_IMPORT or not name.startswith("cssm.") else "cssm"
+            if there != here and there not in MAY_IMPORT[here].split():
+                yield f"{here} imports {name}"
+
+
+def one_pmap(module: str, tree: ast.AST) -> Iterator[str]:
+    fields = ("attr", "id", "name")
+    uses = sum("pmap" in [getattr(node, field, None) for field in fields] for node in ast.walk(tree))
+    if uses != (1 if module == "parallel.devices" else 0):
+        yield f"pmap is used {uses} times"
+
+
+def narrow_except(module: str, tree: ast.AST) -> Iterator[str]:
+    """A handler of everything must raise again; only the command line, the last resort, may end there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and module != "cssm.cli":
+            kinds = ast.walk(node.type) if node.type else [ast.Name("Exception")]
+            caught = {kind.id for kind in kinds if isinstance(kind, ast.Name)} & {
+                "Exception",
+                "BaseException",
+            }
+            if caught and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+                yield f"line {node.lineno} catches everything"
+
+
+def public_docstrings(module: str, tree: ast.Module) -> Iterator[str]:
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+    if ast.get_docstring(tree) is None:
+        yield "the module has no docstring"
+    for node in [*tree.body, *(member for kind in classes for member in kind.body)]:
+        # Flax calls setup by itself; what it does is what the class says.
+        is_public = (
+            isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_" and node.name != "setup"
+        )
+        if is_public and ast.get_docstring(node) is None:
+            yield f"{node.name} has no docstring"
+
+
+def no_jax(module: str, tree: ast.AST) -> Iterator[str]:
+    if part(module) in ("config", "data", "cli"):
+        found = {name.split(".")[0] for name in imports(tree, top_only=part(module) == "cli")} & JAX
+        yield from (f"imports {name}" for name in sorted(found))
+
+
+def lazy_imports(module: str, tree: ast.AST) -> Iterator[str]:
+    found = {name.split(".")[0] for name in imports(tree, top_only=True)} & LAZY
+    yield from (f"imports {name} outside a function" for name in sorted(found))
+
+
+GUARDS = [import_order, one_pmap, narrow_except, public_docstrings, no_jax, lazy_imports]
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.__name__)
+def test_sources_keep_the_rules(guard):
+    found = {
+        module_name(path): list(guard(module_name(path), ast.parse(path.read_text()))) for path in SOURCES
+    }
+    assert not {module: sentences for module, sentences in found.items() if sentences}
+
+
+@pytest.mark.parametrize(
+    ("guard", "module", "good", "bad"),
+    [
+        (import_order, "cssm.train", "from cssm import step, __version__", "from cssm import cli"),
+        (import_order, "cssm.models.vit", "from cssm.models.blocks import Mlp", "import parallel.sync"),
+        (
+            import_order,
+            "cssm.step",
+            "from parallel.devices import AXIS",
+            "def f():\n    from cssm.train import train",
+        ),
+        (import_order, "cssm.config", "import json", "from .data import load"),
+        (import_order, "parallel.devices", "import parallel.sync", "from cssm.config import UserError"),
+        (import_order, "cssm.scan", "import jax", "from tests.oracle import scan"),
+        (import_order, "cssm.cells", "import cssm.cells.gated", "from cssm.config import Config"),
+        (import_order, "cssm.config", "", "import cssm"),
+        (import_order, "cssm.scan", "", "import parallel"),
+        (import_order, "cssm.config", "import cssm.config", "import cssm.cells.gated as cells"),
+        (one_pmap, "parallel.devices", "jax.pmap(f)", "jax.pmap(f)\njax.pmap(g)"),
+        (one_pmap, "cssm.step", "jax.jit(f)", "from jax import pmap as parallel_map"),
+        (one_pmap, "cssm.step", "jax.lax.pmean(x, 'devices')", "jax.pmap(f)"),
+        (narrow_except, "cssm.train", "try: f()\nexcept ValueError: g()", "try: f()\nexcept: g()"),
+        (
+            narrow_except,
+            "cssm.train",
+            "try: f()\nexcept Exception: raise",
+            "try: f()\nexcept (OSError, Exception): g()",
+        ),
+        (narrow_except, "parallel.devices", "", "try: f()\nexcept BaseException as e: g(e)"),
+        (public_docstrings, "cssm.scan", '"""M."""\ndef f():\n    """D."""', '"""M."""\ndef f(): return 1'),
+        (public_docstrings, "cssm.scan", '"""M."""\ndef _f(): return 1', "x = 1"),
+        (
+            public_docstrings,
+            "cssm.scan",
+            '"""M."""',
+            '"""M."""\nclass A:\n    """D."""\n    def f(self): return 1',
+        ),
+        (no_jax, "cssm.config", "import numpy", "def f():\n    import jax.numpy as jnp"),
+        (no_jax, "cssm.data.images", "import numpy", "from flax import linen"),
+        (no_jax, "cssm.cli", "def f():\n    import jax", "if x:\n    import jax"),
+        (lazy_imports, "cssm.report", "def f():\n    import matplotlib", "from matplotlib import pyplot"),
+        (lazy_imports, "cssm.config", "import json", "from ruamel.yaml import YAML"),
+    ],
+)
+def test_guards_catch(guard, module, good, bad):
+    assert not list(guard(module, ast.parse(good)))
+    assert list(guard(module, ast.parse(bad)))
+
+
+def test_every_source_file_has_a_test_file():
+    tested = {path.stem for path in TESTS}
+    stems = {
+        (path.parent if path.stem == "__init__" else path).stem: path for path in SOURCES if lines(path) > 40
+    }
+    assert not [str(path) for stem, path in stems.items() if f"test_{stem}" not in tested]
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_files_stay_short_and_named_for_one_job():
+    files = SOURCES + TESTS
+    assert not {path.name: lines(path) for path in files if lines(path) >= 350}
+    assert not {path.stem for path in files} & {"utils", "util", "helpers", "common", "misc"}
+    stems = [path.stem for path in SOURCES if path.stem != "__init__"]
+    assert len(stems) == len(set(stems)), "two files of one name would share one test file"
+
+
+def test_importing_the_command_line_config_or_data_loads_no_jax():
+    modules = [
+        module_name(path) for path in SOURCES if part(module_name(path)) in ("cssm", "cli", "config", "data")
+    ]
+    code = f"import sys, {', '.join(modules)}\nprint(*sorted({JAX | LAZY!r} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.stdout.split(), result.stderr) == ([], "")
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """Paths under version control, relative to the root."""
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [path for path in result.stdout.split("\0") if (ROOT / path).is_file()]
+
+
+def test_top_level_is_fixed(tracked):
+    assert {path.split("/")[0] for path in tracked} <= TOP_LEVEL
+
+
+def test_no_machine_or_registry_is_named(tracked):
+    found = []
+    for path in tracked:
+        text = (ROOT / path).read_text(errors="ignore")
+        found += [
+            f"{path}: {match[0]}" for pattern in (ABSOLUTE, REGISTRY) for match in pattern.finditer(text)
+        ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "bad", ["/" + "home/me/data", "see '/" + "tmp/x'", "--index" + "-url x", "https://pypi" + ".org/simple"]
+)
+def test_machines_and_registries_are_recognised(bad):
+    assert ABSOLUTE.search(bad) or REGISTRY.search(bad)
+    assert not ABSOLUTE.search("runs/home/x ../root/y https://example.com/home/ /dev/null")
+
+
+def test_source_folders_are_not_ignored(tracked):
+    """An unanchored `data/` once cost a project its data package."""
+    ignore = (ROOT / ".gitignore").read_text().splitlines()
+    patterns = [line for line in ignore if line and not line.startswith("#")]
+    assert all(line.startswith("/") or line == "__pycache__/" for line in patterns)
+    on_disk = {str(path.relative_to(ROOT)) for path in SOURCES + TESTS}
+    command = ["git", "-c", f"safe.directory={ROOT}", "check-ignore", *sorted(on_disk)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout == ""
