@@ -47,8 +47,8 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-# Training on generated or bundled images must run where these are not installed, or is faster without them.
-LAZY = {"grain", "matplotlib", "ruamel", "sklearn", "tensorboardX", "tensorflow", "tensorflow_datasets"}
+# Training on generated or bundled images must run where these are not installed.
+OPTIONAL = ["array_record", "grain", "ruamel", "tensorboardX", "tensorflow", "tensorflow_datasets", "wandb"]
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
 REGISTRY = re.compile(
     r"pypi\.org|pythonhosted\.org|npmjs\.(?:org|com)|conda\.(?:io|org)|--(?:extra-)?index-url", re.IGNORECASE
@@ -117,14 +117,10 @@ def narrow_except(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def public_docstrings(module: str, tree: ast.Module) -> Iterator[str]:
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
     if ast.get_docstring(tree) is None:
         yield "the module has no docstring"
-    for node in [*tree.body, *(member for kind in classes for member in kind.body)]:
-        # Flax calls setup by itself; what it does is what the class says.
-        is_public = (
-            isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_" and node.name != "setup"
-        )
+    for node in tree.body:
+        is_public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
         if is_public and ast.get_docstring(node) is None:
             yield f"{node.name} has no docstring"
 
@@ -135,12 +131,7 @@ def no_jax(module: str, tree: ast.AST) -> Iterator[str]:
         yield from (f"imports {name}" for name in sorted(found))
 
 
-def lazy_imports(module: str, tree: ast.AST) -> Iterator[str]:
-    found = {name.split(".")[0] for name in imports(tree, top_only=True)} & LAZY
-    yield from (f"imports {name} outside a function" for name in sorted(found))
-
-
-GUARDS = [import_order, one_pmap, narrow_except, public_docstrings, no_jax, lazy_imports]
+GUARDS = [import_order, one_pmap, narrow_except, public_docstrings, no_jax]
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.__name__)
@@ -160,7 +151,7 @@ def test_sources_keep_the_rules(guard):
             import_order,
             "cssm.step",
             "from parallel.devices import AXIS",
-            "def f():\n    from cssm.train import train",
+            "def f(): import cssm.train",
         ),
         (import_order, "cssm.config", "import json", "from .data import load"),
         (import_order, "parallel.devices", "import parallel.sync", "from cssm.config import UserError"),
@@ -177,22 +168,19 @@ def test_sources_keep_the_rules(guard):
             narrow_except,
             "cssm.train",
             "try: f()\nexcept Exception: raise",
-            "try: f()\nexcept (OSError, Exception): g()",
+            "try: f()\nexcept (OSError, BaseException): g()",
         ),
-        (narrow_except, "parallel.devices", "", "try: f()\nexcept BaseException as e: g(e)"),
         (public_docstrings, "cssm.scan", '"""M."""\ndef f():\n    """D."""', '"""M."""\ndef f(): return 1'),
         (public_docstrings, "cssm.scan", '"""M."""\ndef _f(): return 1', "x = 1"),
         (
             public_docstrings,
             "cssm.scan",
             '"""M."""',
-            '"""M."""\nclass A:\n    """D."""\n    def f(self): return 1',
+            '"""M."""\nclass A: pass',
         ),
         (no_jax, "cssm.config", "import numpy", "def f():\n    import jax.numpy as jnp"),
         (no_jax, "cssm.data.images", "import numpy", "from flax import linen"),
         (no_jax, "cssm.cli", "def f():\n    import jax", "if x:\n    import jax"),
-        (lazy_imports, "cssm.report", "def f():\n    import matplotlib", "from matplotlib import pyplot"),
-        (lazy_imports, "cssm.config", "import json", "from ruamel.yaml import YAML"),
     ],
 )
 def test_guards_catch(guard, module, good, bad):
@@ -220,13 +208,22 @@ def test_files_stay_short_and_named_for_one_job():
     assert len(stems) == len(set(stems)), "two files of one name would share one test file"
 
 
-def test_importing_the_command_line_config_or_data_loads_no_jax():
-    modules = [
-        module_name(path) for path in SOURCES if part(module_name(path)) in ("cssm", "cli", "config", "data")
-    ]
-    code = f"import sys, {', '.join(modules)}\nprint(*sorted({JAX | LAZY!r} & sys.modules.keys()))"
+def imported(modules: list[str], missing: list[str]) -> set[str]:
+    """Top-level names that a fresh interpreter holds after importing modules, with others not installed."""
+    code = f"import sys\nsys.modules.update(dict.fromkeys({missing}))\nimport {', '.join(modules)}\n"
+    code += "print(*{name.split('.')[0] for name, module in sys.modules.items() if module})"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (result.stdout.split(), result.stderr) == ([], "")
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_the_command_line_config_and_data_load_no_jax():
+    modules = [name for name in map(module_name, SOURCES) if part(name) in ("cssm", "cli", "config", "data")]
+    assert not imported(modules, []) & (JAX | {"matplotlib", "sklearn", *OPTIONAL})
+
+
+def test_training_needs_no_optional_library():
+    assert "jax" in imported(["cssm.train", "cssm.cli", "cssm.data"], OPTIONAL)
 
 
 @pytest.fixture(scope="module")
