@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Of a repeated flag XLA takes the last, so this one wins over the caller's own.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+)
 # Compiled programs are kept between runs of the tests, in a folder that git ignores.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "xla" / platform.node())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
