@@ -21,8 +21,8 @@ def digits_source(
 ) -> ArraySource:
     """1,797 real handwritten digits (UCI, 8x8 pixels, 10 classes), grey, resized to config.image_size.
 
-    Split 70/15/15 within each class, the same for every --seed; within a split the order is shuffled once, so that its
-    first n examples are a fair sample. Nothing here takes long enough to call `progress`.
+    Split 70/15/15 within each class, the same for every --seed; within a split the order is shuffled once, so
+    that its first n examples are a fair sample. Nothing here takes long enough to call `progress`.
     """
     size = config.image_size
     if not DIGITS_SIZE <= size <= LARGEST_SIZE:
@@ -36,13 +36,15 @@ def digits_source(
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """float64 [1797, 8, 8] from 0 to 255, int32 [1797]: the file scikit-learn ships, read without its 2 s import."""
+    """float64 [1797, 8, 8] from 0 to 255, int32 [1797]: scikit-learn's file, read without its 2 s import."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise UserError("--dataset digits reads images that scikit-learn ships: type pip install scikit-learn")
+        raise UserError(
+            "--dataset digits reads images that scikit-learn ships: type pip install scikit-learn"
+        )
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not path.exists():
-        raise UserError(f"this scikit-learn has no {path.name}: type pip install 'scikit-learn>=1.5'")
+        raise UserError(f"this scikit-learn has no {path.name}: type pip install 'scikit-learn>=1.7'")
     table = np.loadtxt(path, delimiter=",")
     return table[:, :-1].reshape(-1, DIGITS_SIZE, DIGITS_SIZE) * (255 / 16), table[:, -1].astype(np.int32)
 

@@ -1,6 +1,7 @@
 """Host batches of numpy. The contents of global step k depend on (seed, k, effective batch) alone.
 
-Never on how many devices, processes or threads there are, nor on where a run was interrupted. Steps count from 1.
+Never on how many devices, processes or threads there are, nor on where a run was interrupted.
+Steps count from 1.
 """
 
 from collections import deque
@@ -50,8 +51,8 @@ def steps_per_epoch(n: int, batch: int) -> int:
     """
     if n < batch:
         raise UserError(
-            f"the training set has {n} examples and one step takes {batch} (batch size x devices x accumulation), "
-            f"so an epoch has no step: type a smaller --global_batch_size, at most {n}"
+            f"the training set has {n} examples and one step takes {batch} (batch size x devices x "
+            f"accumulation), so an epoch has no step: type a smaller --global_batch_size, at most {n}"
         )
     return n // batch
 
@@ -60,7 +61,8 @@ def steps_per_epoch(n: int, batch: int) -> int:
 def shuffled(n: int, *seed: int) -> np.ndarray:
     """A read-only permutation of range(n), int64, the same on every machine and with every numpy.
 
-    It sorts the raw words of the Philox generator: numpy promises those never to change, unlike Generator.permutation.
+    It sorts the raw words of the Philox generator: numpy promises those never to change, unlike
+    Generator.permutation.
     """
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(n), kind="stable")
     order.flags.writeable = False
@@ -87,8 +89,8 @@ def train_batches(
 ) -> Iterator[Batch]:
     """The batches of steps first_step..last_step, both included, in order.
 
-    Each is {image: uint8 [b, H, W, C], label: int32 [b]} with b = batch / process_count: this process's rows of the
-    global batch. Up to `prefetch` batches are gathered ahead by `workers` threads; either one 0 gathers on demand.
+    Each is {image: uint8 [b, H, W, C], label: int32 [b]}: this process's b = batch / process_count rows of
+    the global batch. Up to `prefetch` batches are gathered ahead by `workers` threads; either one 0: on demand.
     Close the iterator (or exhaust it) to end the threads. UserError if an epoch has no whole batch.
     """
     rows = _rows_of(batch, process_index, process_count)
@@ -113,8 +115,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Every example once, in order: {image: uint8 [b, H, W, C], label: int32 [b], mask: float32 [b]}.
 
-    b = batch / process_count as in `train_batches`. Where the examples run out the rows are zeros with mask 0, so every
-    batch has one shape, every process sees the same number of batches, and the masks add up to len(source).
+    b and threads are as in `train_batches`. Where the examples run out the rows are zeros with mask 0, so
+    every batch has one shape, every process sees as many batches, and the masks add up to len(source).
     """
     rows = _rows_of(batch, process_index, process_count)
     n = len(source)

@@ -1,0 +1,236 @@
+"""What a run says: banner, running clock, progress bar, a line an evaluation; its events; its curves."""
+
+import os
+import platform
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from cssm.events import EventLog, read_events
+from cssm.terminal import Bar, device_lines, in_words, run_lines
+
+__all__ = ["Reporter", "devices_report", "read_events"]
+
+RULE = "=" * 80
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+GPU_PACKAGES = (
+    "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
+    "nvidia-nccl-cu13", "nvidia-nccl-cu12",
+)  # fmt: skip
+VARIABLES = re.compile(r"CUDA_VISIBLE_DEVICES|XLA_\w+|JAX_\w+|NCCL_\w+")
+
+
+class Reporter:
+    """Everything a run shows and records; a context manager.
+
+    On a terminal the bar and the clock move; piped output gets plain lines, flushed at once; with
+    `headless_stream` the events go to that stream as JSON and nothing else is printed. `quiet` leaves only
+    `line`, evaluations and the summary. `run_dir` receives metrics.jsonl, logs/ (with `tensorboard`) and plots/, unless
+    it is None. With primary=False (any process but the first) nothing is printed or written.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str | None,
+        *,
+        headless_stream: IO[str] | None = None,
+        quiet: bool = False,
+        tensorboard: bool = False,
+        primary: bool = True,
+    ):
+        self.run_dir = Path(run_dir) if run_dir is not None and primary else None
+        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
+        self._speaks = primary and headless_stream is None
+        self._chatty = self._speaks and not quiet
+        animated = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._console = Console(
+            file=sys.stdout, force_terminal=animated, highlight=False, markup=False, emoji=False
+        )
+        self._live = None
+        if animated and self._chatty:
+            self._live = Live(
+                console=self._console, get_renderable=self._view, refresh_per_second=8, transient=True
+            )
+        self._clocks: list[tuple[str, float]] = []
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+        self._events.close()
+
+    def line(self, text: str) -> None:
+        """The text alone on its line: no decoration, and no wrapping but the terminal's own."""
+        if not self._speaks:
+            return
+        if self._live:
+            self._console.print(Text(text), soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def banner(self, info: Mapping[str, Any]) -> None:
+        """The DEVICE CONFIGURATION block, batch arithmetic, model and data. Of `info` it reads:
+
+        device_table: rows {id, kind, platform, process, memory_bytes}; devices (how many, of all processes);
+        batch_size (per device), grad_accum, effective_batch; arch, cssm (or None), num_params,
+        flops_per_image (or None); dataset, image_shape, train_examples, val_examples, test_examples.
+        """
+        if self._chatty:
+            self._block("DEVICE CONFIGURATION", [*device_lines(info["device_table"]), RULE, *run_lines(info)])
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record one event: config | step | eval | checkpoint | summary | devices | error.
+
+        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms.
+        eval: split, step, loss, accuracy, count, and best=True where it is the best so far; it is printed.
+        summary: any scalars, or groups of them; printed as a block.
+        """
+        self._events.write(kind, fields)
+        if kind == "eval":
+            best = "  best so far" if fields.get("best") else ""
+            total = len(str(self._bar.total)) if self._bar else 0
+            self.line(
+                f"{fields['split']:<5} step {int(fields['step']):>{total}}  "
+                f"loss {float(fields['loss']):.4f}  accuracy {float(fields['accuracy']):.4f}  "
+                f"({int(fields['count']):,} examples){best}"
+            )
+        elif kind == "summary":
+            known = [in_words(name, value) for name, value in fields.items() if value is not None]
+            self._block("RUN SUMMARY", known)
+
+    @contextmanager
+    def busy(self, label: str) -> Iterator[None]:
+        """Show the label with a running clock on a terminal; piped output hears nothing of it."""
+        entry = (label, time.monotonic())
+        self._clocks.append(entry)
+        self._live_while_needed()
+        try:
+            yield
+        finally:
+            self._clocks.remove(entry)
+            self._live_while_needed()
+
+    @contextmanager
+    def compiling(self, label: str) -> Iterator[None]:
+        """As `busy`; piped output gets a line at the start, and both get one at the end with the seconds."""
+        start = time.monotonic()
+        if self._chatty and not self._live:
+            self.line(f"{label} ...")
+        with self.busy(label):
+            yield
+        if self._chatty:
+            self.line(f"{label}: {time.monotonic() - start:.1f} s")
+
+    @contextmanager
+    def progress(self, total_steps: int, start: int = 0) -> Iterator[None]:
+        """Show a bar of total_steps, `start` of them done, as long as the block runs; `update` moves it."""
+        self._bar = bar = Bar(total_steps, start)
+        self._live_while_needed()
+        try:
+            yield
+        finally:
+            self._bar = None
+            self._live_while_needed()
+            if self._chatty:
+                self.line(bar.closing_line())
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        accuracy: float | None = None,
+        images_per_s: float | None = None,
+    ) -> None:
+        """Step `step` is done; a figure is shown until it is given anew.
+
+        Piped output gets a line whenever a loss is given. RuntimeError outside of `progress`.
+        """
+        if self._bar is None:
+            raise RuntimeError("update outside of progress")
+        self._bar.update(step, {"loss": loss, "accuracy": accuracy, "images_per_s": images_per_s})
+        if loss is not None and self._chatty and not self._live:
+            self.line(f"step {self._bar.count()}  {self._bar.figures()}")
+
+    def plots(self) -> list[Path]:
+        """Draw plots/loss.png and plots/accuracy.png from metrics.jsonl: what came before a resume too."""
+        if self.run_dir is None:
+            return []
+        try:
+            from cssm.plots import save_curves
+        except ModuleNotFoundError as error:
+            self.line(f"no curves were drawn, {error.name} is not installed: type pip install {error.name}")
+            return []
+        return save_curves(
+            read_events(self.run_dir / "metrics.jsonl"), self.run_dir / "plots", self.run_dir.name
+        )
+
+    def _block(self, title: str, lines: Sequence[str]) -> None:
+        """Between rules; on a terminal narrower than those, everything is cut or wrapped to its width."""
+        width = min(len(RULE), self._console.width) if self._live else None
+        for text in (RULE, title, RULE, *lines, RULE):
+            if text != RULE and width:
+                text = textwrap.fill(text, width, subsequent_indent="    ")
+            self.line(text[:width] if text == RULE else text)
+
+    def _live_while_needed(self) -> None:
+        if not self._live:
+            return
+        if self._clocks or self._bar:
+            self._live.start(refresh=True)
+        else:
+            self._live.stop()
+
+    def _view(self) -> RenderableType:
+        now = time.monotonic()
+        clocks = [Text(f"{label}  {now - start:.0f} s", no_wrap=True) for label, start in self._clocks]
+        bar = self._bar
+        return Group(*([bar.view(self._console.width)] if bar else []), *clocks)
+
+
+def devices_report(rows: Sequence[Mapping[str, Any]], json_stream: IO[str] | None = None) -> None:
+    """Print the devices (rows of parallel.devices.describe), versions, and the variables that steer them.
+
+    With json_stream: one `devices` event there, and nothing printed.
+    """
+    versions = {"python": platform.python_version(), **_versions(PACKAGES)}
+    if rows[0]["platform"] == "gpu":
+        driver = Path("/proc/driver/nvidia/version")
+        found = re.search(r"Kernel Module\D*([\d.]+)", driver.read_text()) if driver.exists() else None
+        versions |= ({"NVIDIA driver": found[1]} if found else {}) | _versions(GPU_PACKAGES)
+    variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
+    if json_stream is not None:
+        EventLog(None, json_stream).write(
+            "devices",
+            {"devices": len(rows), "device_table": rows, "versions": versions, "environment": variables},
+        )
+        return
+    print(RULE, "DEVICE CONFIGURATION", RULE, *device_lines(rows), RULE, sep="\n")
+    for name, value in [*versions.items(), *((f"${name}", value) for name, value in variables.items())]:
+        print(f"{name}: {value}")
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
