@@ -1,0 +1,368 @@
+"""Every setting once, and the rules between them. Knows neither jax nor yaml.
+
+A Config is complete and valid by construction: what is left unset is filled in from recipes.py, and what
+contradicts itself, or cannot apply to the chosen model, raises UserError.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cssm import __version__, flags, recipes
+from cssm.flags import write_yaml
+from cssm.knobs import Knob, UserError, did_you_mean, knob, knobs_of, multiple
+
+__all__ = [
+    "ARCHS",
+    "CELLS_NAMES",
+    "KNOBS",
+    "VERBS",
+    "Config",
+    "Parsed",
+    "UserError",
+    "applicable",
+    "parse_args",
+    "read_yaml",
+    "resolve",
+    "resume_config",
+    "resume_record",
+    "warnings_for",
+    "write_yaml",
+]
+
+VERBS = ("train", "devices")
+ARCHS = ("simple", "vit", "baseline")
+CELLS_NAMES = ("hgru_bi", "gated")
+POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
+POSITIONS += ("spatiotemporal_legacy", "mrope")
+# Choices that depend on the architecture.
+STEMS = {"simple": ("conv", "pathtracker"), "vit": ("conv", "patch"), "baseline": ("conv", "patch")}
+ARCH_POSITIONS = {"simple": POSITIONS, "vit": POSITIONS, "baseline": ("none", "learnable")}
+
+_CELL = {"arch": ("simple", "vit")}
+_BLOCKS = {"arch": ("vit", "baseline")}
+
+_model = partial(knob, group="model", resume="fixed")
+_data = partial(knob, group="data", resume="fixed")
+_optim = partial(knob, group="optimisation")
+_parallel = partial(knob, group="parallel", resume="fresh")
+_precision = partial(knob, group="precision and memory")
+_checkpoint = partial(knob, group="checkpoints")
+_report = partial(knob, group="reporting")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings of a run. After construction None means what the setting's `unset` says; a setting that does
+    not apply keeps its default. Sizes are in pixels or channels, lengths in optimizer steps or epochs.
+    """
+
+    # fmt: off
+    arch: str = _model("simple", "the trunk", choices=ARCHS)
+    cssm: str = _model("hgru_bi", "the cell: how space and time are mixed", choices=CELLS_NAMES, applies=_CELL)
+    preset: str = _model("nano", "the size; tiny, small and base have 12 blocks of 192, 384 and 768 channels",
+        choices=tuple(recipes.PRESETS), applies=_BLOCKS)
+    embed_dim: int | None = _model(None, "channels, an even number", bounds="[2,)", multiple_of=2)
+    depth: int | None = _model(None, "number of blocks", bounds="[1,)")
+    mlp_ratio: float | None = _model(None, "width of a block's MLP over embed_dim", bounds="(0,)", applies=_BLOCKS)
+    num_heads: int | None = _model(None, "attention heads, a divisor of embed_dim", bounds="[1,)",
+        applies={"arch": ("baseline",)})
+    stem_mode: str = _model("conv", "how images become maps; pathtracker keeps the resolution (simple only), "
+        "patch is for vit and baseline", choices=("conv", "patch", "pathtracker"))
+    patch_size: int = _model(16, "side of a patch, a divisor of image_size", bounds="[1,)",
+        applies={"stem_mode": ("patch",)})
+    stem_stride: int | None = _model(None, "stride of the stem's convolution", bounds="[1,)",
+        applies={**_BLOCKS, "stem_mode": ("conv",)})
+    stem_layers: int = _model(1, "layers of the stem, each halves the resolution", bounds="[1,)",
+        applies={"arch": ("simple",), "stem_mode": ("conv",)})
+    kernel_size: int = _model(11, "side of the spatial kernels", bounds="[1,)", applies=_CELL)
+    kernel_domain: str = _model("spatial", "where kernels are learnt; spectral means complex parameters",
+        choices=("spatial", "spectral"), applies=_CELL)
+    kernel_origin: str = _model("origin", "where the centre of a kernel lies; image_center shifts the map",
+        choices=("origin", "image_center"), applies={**_CELL, "kernel_domain": ("spatial",)})
+    gate_type: str = _model("factored", "gates over space: a full map, or an outer product that fits any resolution",
+        choices=("dense", "factored"), applies=_CELL)
+    readout_state: str = _model("xyz", "states that are read out", choices=("xyz", "xy", "xz", "yz", "x", "y", "z"),
+        applies={**_CELL, "cssm": ("hgru_bi",)})
+    short_conv_size: int = _model(4, "taps of the short convolution over time, 0 for none", bounds="[0,)",
+        applies={**_CELL, "cssm": ("gated",)})
+    short_conv_spatial_size: int = _model(3, "side of the short convolution over space, 0 for none", bounds="[0,)",
+        applies={**_CELL, "cssm": ("gated",)})
+    seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=_CELL)
+    pos_embed: str | None = _model(None, "position code; baseline takes none or learnable", choices=POSITIONS,
+        aliases=("rope_mode",), unset="mrope for simple, else learnable")
+    norm_type: str = _model("layer", "normalisation", choices=("layer", "batch"))
+    pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
+    drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training", bounds="[0,1)",
+        applies=_BLOCKS)
+    layer_scale_init: float | None = _model(None, "first value of the factor on each branch", bounds="(0,)",
+        applies=_BLOCKS)
+
+    dataset: str = _data("digits", "the images", choices=("digits", "pathfinder"))
+    pathfinder_difficulty: str = _data("easy", "easy, or the number of distractors",
+        choices=tuple(recipes.PATHFINDER_SIZES), applies={"dataset": ("pathfinder",)})
+    image_size: int | None = _data(None, "side of the images", bounds="[1,)", unset="by data set")
+    cache_dir: str | None = _data(None, "where generated images are kept", resume="fresh",
+        unset="$XDG_CACHE_HOME/cssm or ~/.cache/cssm")
+    num_workers: int | None = _data(None, "workers that prepare data", bounds="[0,)", resume="fresh",
+        unset="the number of cores, at most 8")
+    prefetch: int = _data(2, "batches made ahead, 0 for none", bounds="[0,)", aliases=("prefetch_batches",),
+        resume="fresh")
+    max_train_examples: int | None = _data(None, "train on the first so many", bounds="[1,)", unset="all")
+    max_eval_examples: int | None = _data(None, "evaluate on the first so many", bounds="[1,)", resume="kept",
+        unset="all")
+
+    epochs: int | None = _optim(None, "passes over the training data", bounds="[1,)", aliases=("num_epochs",))
+    max_steps: int | None = _optim(None, "optimizer steps; given with epochs, whichever ends first", bounds="[1,)",
+        unset="by epochs")
+    lr: float | None = _optim(None, "peak learning rate", bounds="(0,)", aliases=("learning_rate",))
+    warmup_steps: int | None = _optim(None, "steps until the learning rate is full", bounds="[0,)",
+        unset="5% of the run")
+    warmup_epochs: float | None = _optim(None, "the same in epochs", bounds="[0,)", unset="see warmup_steps")
+    schedule: str = _optim("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    weight_decay: float = _optim(1e-4, "decoupled weight decay of the matrices", bounds="[0,)")
+    grad_clip: float = _optim(1.0, "highest norm of the gradient, 0 for no limit", bounds="[0,)",
+        aliases=("max_grad_norm",), resume="fixed")
+    optimizer: str = _optim("adamw", "the optimizer", choices=("adamw", "sgd"), resume="fixed")
+    label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)")
+    ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none", bounds="[0,1)",
+        resume="fixed")
+    batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
+        aliases=("per_device_train_batch_size",))
+    global_batch_size: int | None = _optim(None, "images per optimizer step over all devices; with batch_size it "
+        "gives grad_accum", bounds="[1,)", unset="batch_size x devices x grad_accum")
+    grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
+        aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
+    seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,)", resume="fixed")
+
+    gpus: str | None = _parallel(None, "indices of the devices to use, for example 0,1", aliases=("gpu_ids",),
+        unset="all")
+    num_devices: int | None = _parallel(None, "use the first so many devices", bounds="[1,)", unset="all")
+    platform: str = _parallel("auto", "kind of device", choices=("auto", "cpu", "gpu", "tpu"),
+        aliases=("target_device",))
+    multi_gpu: str = _parallel("auto", "auto and dp use all devices, off the first", choices=("auto", "dp", "off"))
+
+    dtype: str = _precision("f32", "type of activations; parameters stay f32", choices=("f32", "bf16"))
+    remat: bool = _precision(False, "recompute activations in the backward pass to save memory", applies=_BLOCKS)
+    spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
+        applies=_CELL)
+    scan: str = _precision("auto", "how time is scanned", choices=("auto", "reference", "associative"),
+        applies=_CELL)
+    compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
+    mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
+        resume="fresh", unset="left to JAX")
+    xla_flags: str | None = _precision(None, "flags for XLA, added to those in XLA_FLAGS", resume="fresh",
+        unset="none")
+
+    checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
+        resume="fresh")
+    run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="<time>_<arch>_<cssm>")
+    save_every: int | None = _checkpoint(None, "steps between checkpoints", bounds="[1,)",
+        aliases=("save_interval",), unset="at each evaluation")
+    max_checkpoints: int = _checkpoint(3, "newest checkpoints to keep, the best is kept as well", bounds="[2,)")
+    resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path", resume="fresh",
+        unset="start a new run")
+
+    log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
+    eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
+    quiet: bool = _report(False, "print results only", resume="fresh")
+    headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh")
+    tensorboard: bool = _report(False, "write TensorBoard events")
+    debug: bool = _report(False, "show the traceback of errors", resume="fresh")
+    # fmt: on
+
+    def __post_init__(self):
+        """Check and convert every value, fill in the recipe, then check the values against each other."""
+        for name, setting in KNOBS.items():
+            object.__setattr__(self, name, setting.coerce(getattr(self, name), f"--{name}"))
+        for name, value in _recipe(self).items():
+            if getattr(self, name) is None and _unmet(self, KNOBS[name]) is None:
+                object.__setattr__(self, name, value)
+        _check(self)
+
+
+KNOBS: dict[str, Knob] = knobs_of(Config)
+
+# Settings that say the same thing in two ways: one typed replaces both of the config file's.
+_EITHER = (("epochs", "max_steps"), ("warmup_steps", "warmup_epochs"))
+
+
+def _recipe(config: Config) -> dict[str, Any]:
+    row = recipes.SIMPLE if config.arch == "simple" else recipes.PRESETS[config.preset]
+    easy = config.dataset == "digits"
+    values = {
+        **row[config.dataset],
+        "pos_embed": recipes.POS_EMBED[config.arch],
+        "image_size": recipes.DIGITS_SIZE if easy else recipes.PATHFINDER_SIZES[config.pathfinder_difficulty],
+        "num_workers": min(8, os.cpu_count() or 1),
+        "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
+    }
+    decided = {
+        *(_EITHER[0] if config.epochs or config.max_steps else ()),
+        *(("batch_size",) if config.global_batch_size else ()),
+    }
+    return {name: value for name, value in values.items() if name not in decided}
+
+
+def _unmet(config: Config, setting: Knob) -> str | None:
+    """The setting because of which this one has no meaning, or None."""
+    return next(
+        (name for name, values in setting.applies.items() if getattr(config, name) not in values), None
+    )
+
+
+def _check(config: Config) -> None:
+    for name, setting in KNOBS.items():
+        value, cause = getattr(config, name), _unmet(config, setting)
+        if cause and value != setting.default:
+            given = f"--{name}" if setting.type is bool else f"--{name} {value}"
+            raise UserError(
+                f"{given} does not apply with --{cause} {getattr(config, cause)}: "
+                f"it needs --{cause} {' or '.join(setting.applies[cause])}"
+            )
+    for name, allowed in (("stem_mode", STEMS), ("pos_embed", ARCH_POSITIONS)):
+        value, choices = getattr(config, name), allowed[config.arch]
+        if value not in choices:
+            raise UserError(f"--{name} {value} is not for --arch {config.arch}: type {' or '.join(choices)}")
+    if config.num_heads and config.embed_dim and config.embed_dim % config.num_heads:
+        divisors = [n for n in range(1, config.embed_dim + 1) if config.embed_dim % n == 0]
+        best = sorted(sorted(divisors, key=lambda n: abs(n - (config.num_heads or 1)))[:2])
+        raise UserError(
+            f"--num_heads {config.num_heads} does not divide embed_dim {config.embed_dim}: "
+            f"type {' or '.join(map(str, best))}"
+        )
+    if config.warmup_steps is not None and config.warmup_epochs is not None:
+        raise UserError("--warmup_steps and --warmup_epochs both set the warm-up: give one of the two")
+    if config.gpus and not all(index.strip().isdecimal() for index in config.gpus.split(",")):
+        raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
+    _check_image(config)
+
+
+def _check_image(config: Config) -> None:
+    size, (stride, cause) = config.image_size or 0, _stride(config)
+    if size < stride:
+        raise UserError(
+            f"--image_size {size} is smaller than the stride of the stem, {stride} ({cause}): "
+            f"type --image_size {stride} or more, or a smaller {cause.split()[0]}"
+        )
+    if config.stem_mode == "patch" and size % stride:
+        raise UserError(
+            f"--image_size {size} does not split into patches of {stride}: must be {multiple(stride, size)}"
+        )
+
+
+def _stride(config: Config) -> tuple[int, str]:
+    """Image pixels to a side of one map cell, and the setting that says so."""
+    if config.stem_mode == "pathtracker":
+        return 1, "--stem_mode pathtracker"
+    if config.stem_mode == "patch":
+        return config.patch_size, f"--patch_size {config.patch_size}"
+    if config.arch == "simple":
+        return 2**config.stem_layers, f"--stem_layers {config.stem_layers}"
+    return config.stem_stride or 1, f"--stem_stride {config.stem_stride}"
+
+
+def warnings_for(config: Config) -> list[str]:
+    """What is allowed but probably not meant, one sentence each."""
+    side = -(-(config.image_size or 0) // _stride(config)[0])
+    if (
+        _unmet(config, KNOBS["kernel_size"])
+        or config.kernel_domain == "spectral"
+        or config.kernel_size <= side
+    ):
+        return []
+    return [
+        f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map: the kernel is cropped to it"
+    ]
+
+
+def _known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
+    """The values that are given, in their types. Raises UserError for a name that no setting has."""
+    if unknown := [name for name in values if name not in KNOBS]:
+        near = did_you_mean(unknown[0], KNOBS)
+        raise UserError(f"unknown setting {unknown[0]}{near}")
+    return {n: KNOBS[n].coerce(v, f"{label}{n}") for n, v in values.items() if v is not None}
+
+
+def _settle(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, Any]:
+    """Typed over file. What is typed also replaces the file's other ways of saying the same: epochs and max_steps,
+    the two warm-ups, and of batch_size, grad_accum and global_batch_size those that the typed ones determine.
+    """
+    typed, kept = _known(typed), _known(from_file, "")
+    parts = {"batch_size", "grad_accum"}
+    dropped = {name for pair in _EITHER if typed.keys() & set(pair) for name in pair}
+    if typed.keys() & {*parts, "global_batch_size"} and "global_batch_size" in {**kept, **typed}:
+        dropped |= {"global_batch_size"} if parts <= typed.keys() else parts
+    return {name: value for name, value in kept.items() if name not in dropped} | typed
+
+
+def resolve(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> Config:
+    """The configuration of a run: typed > file > preset and recipe > default; None means not given."""
+    return Config(**_settle(typed, from_file))
+
+
+def applicable(config: Config) -> dict[str, Any]:
+    """The settings that apply, None included. Written as config.yaml and fed back, they give the same Config."""
+    return {name: getattr(config, name) for name, setting in KNOBS.items() if _unmet(config, setting) is None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """A command line as read: the verb, the configuration, and what was given by flag or file (typed over file).
+
+    With --resume the model is the saved run's, so that `config` holds the settings of the invocation only; the
+    whole follows from resume_config(saved, typed), or resolve(typed, {}) when there is nothing to resume.
+    """
+
+    verb: str
+    config: Config
+    typed: dict[str, Any]
+
+
+def parse_args(argv: Sequence[str]) -> Parsed:
+    """Read a command line, without the program's name. --help and --version print and raise SystemExit(0)."""
+    command = flags.read_argv(argv, KNOBS, VERBS)
+    if command.show:
+        print(f"cssm {__version__}" if command.show == "version" else flags.help_text(KNOBS, VERBS))
+        raise SystemExit(0)
+    from_file = read_yaml(command.config_path) if command.config_path else {}
+    given = _settle(command.typed, from_file)
+    fresh = {name: value for name, value in given.items() if KNOBS[name].resume == "fresh"}
+    return Parsed(command.verb, Config(**(fresh if "resume" in given else given)), given)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file (see flags.read_yaml)."""
+    return flags.read_yaml(path, KNOBS)
+
+
+def resume_record(config: Config, effective_batch: int, grad_accum: int) -> dict[str, Any]:
+    """What a checkpoint keeps of its configuration, for resume_config. The batch is kept as the total, so that a
+    run that goes on with another number of devices takes the same steps.
+    """
+    batch = {"batch_size": None, "global_batch_size": effective_batch, "grad_accum": grad_accum}
+    return applicable(config) | batch
+
+
+def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """The configuration with which a saved run goes on, and the changes: `lr: was 0.003, now 0.001`.
+
+    saved: from resume_record. typed: Parsed.typed. The settings of the invocation (devices, workers, output) come
+    from typed alone. Raises UserError when a setting that must stay, such as one of the model's, is typed anew.
+    """
+    typed = _known(typed)
+    record = {name: value for name, value in _known(saved, "").items() if KNOBS[name].resume != "fresh"}
+    before = resolve({}, record)
+    for name, value in typed.items():
+        if KNOBS[name].resume == "fixed" and value != getattr(before, name):
+            raise UserError(
+                f"--{name} {value}: the run to resume has {name} {getattr(before, name)}, which cannot change; "
+                f"leave --{name} out, or start a new run without --resume"
+            )
+    after = resolve(typed, record)
+    kept = [name for name in KNOBS if KNOBS[name].resume != "fresh"]
+    changed = [name for name in kept if getattr(before, name) != getattr(after, name)]
+    return after, [f"{name}: was {getattr(before, name)}, now {getattr(after, name)}" for name in changed]

@@ -1,0 +1,240 @@
+"""Text to settings: the command line, YAML files, and the help text.
+
+The command line is read by a loop of its own rather than by argparse: a flag's value may itself begin with dashes
+(--xla_flags --xla_dump_to=x), every name has a hyphen spelling, aliases stay out of the help text's first column,
+and every error is one sentence.
+"""
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cssm.knobs import Knob, UserError, did_you_mean
+
+Knobs = Mapping[str, Knob]
+
+# A flag that stands for a setting and its value.
+SHORTHANDS: dict[str, tuple[str, str]] = {
+    "bf16": ("dtype", "bf16"),
+    "no_amp": ("dtype", "f32"),
+    "multi_device": ("multi_gpu", "auto"),
+    "no_multi_device": ("multi_gpu", "off"),
+}
+
+_TEXT = "this program trains vision models; there is no text and no tokenizer to set, leave it out"
+# Names known from similar programs that are refused, and what to do instead.
+REFUSED: dict[str, str] = {
+    "mode": "it names two different things elsewhere; devices are chosen with --multi_gpu auto, dp or off",
+    "force_multi_gpu": "nothing falls back to one device silently here, leave it out",
+    "checkpointer": "there is one checkpoint format, leave it out",
+    "no_goom": "choose how time is scanned with --scan auto, reference or associative",
+    "no_log": "choose how time is scanned with --scan auto, reference or associative",
+    "use_complex32": "for lower precision type --dtype bf16",
+    "use_complex16": "for lower precision type --dtype bf16",
+    "no_wandb": "nothing is sent to Weights & Biases, leave it out",
+    **dict.fromkeys(
+        ("vocab_size", "tokenizer", "tokenizer_path", "dataset_id", "prompt", "max_length"), _TEXT
+    ),
+    **dict.fromkeys(("temperature", "top_p", "max_seq_len", "kv_heads", "text_column"), _TEXT),
+}
+# Likewise for a value of a setting.
+REFUSED_VALUES: dict[tuple[str, str], str] = {
+    ("dtype", "f16"): "its range is too small for spectra, type --dtype bf16",
+    ("dataset", "girik"): "there is no such data set here, type --dataset pathfinder",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What was typed: the verb, the settings by name, the --config file, and a request to print and stop."""
+
+    verb: str
+    typed: dict[str, Any]
+    config_path: str | None = None
+    show: str | None = None  # "help" or "version"
+
+
+def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Command:
+    """Read a command line; the first verb is what runs when none is typed. Raises UserError."""
+    words = list(argv)
+    verb = words.pop(0) if words and not words[0].startswith("-") else verbs[0]
+    if verb not in verbs:
+        raise UserError(f"unknown verb {verb}{did_you_mean(verb, verbs) or ': type ' + ' or '.join(verbs)}")
+    typed: dict[str, Any] = {}
+    config_path = None
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            raise UserError(f"unexpected argument {word}: settings are typed as --name value")
+        if flag in _SHOW:
+            return Command(verb, typed, config_path, _SHOW[flag])
+        if flag in _CONFIG:
+            config_path = value if equals else _value(flag, words, knobs)
+            continue
+        name = flag[2:].replace("-", "_") if flag.startswith("--") else flag
+        knob, fixed = _find(name, knobs, flag, "flag")
+        if fixed is not None and equals:
+            raise UserError(f"{flag} takes no value, but {value} was given: type {flag} alone")
+        if fixed is None and not equals:
+            value = "true" if knob.type is bool else _value(flag, words, knobs)
+        typed[knob.name] = _checked(knob, value if fixed is None else fixed, flag)
+    return Command(verb, typed, config_path)
+
+
+_SHOW = {"-h": "help", "--help": "help", "--version": "version"}
+_CONFIG = ("-f", "--config")
+
+
+def _value(flag: str, words: list[str], knobs: Knobs) -> str:
+    following = words[0].partition("=")[0] if words else ""
+    names = (*_SHOW, *_CONFIG, *(f"--{name}" for name in _names(knobs)))
+    if not words or following.replace("-", "_").replace("__", "--", 1) in names or following in names:
+        raise UserError(f"{flag} needs a value: type {flag} VALUE")
+    return words.pop(0)
+
+
+def _names(knobs: Knobs) -> list[str]:
+    """Every name that a setting answers to."""
+    names = list(SHORTHANDS)
+    for knob in knobs.values():
+        names += [knob.name, *knob.aliases, *([f"no_{knob.name}"] if knob.type is bool else [])]
+    return names
+
+
+def _find(name: str, knobs: Knobs, label: str, kind: str) -> tuple[Knob, Any]:
+    """The setting that a name means, and its value where the name alone says it. `label` is what was written."""
+    if name in SHORTHANDS:
+        setting, value = SHORTHANDS[name]
+        return knobs[setting], value
+    for knob in knobs.values():
+        if name == knob.name or name in knob.aliases:
+            return knob, None
+        if knob.type is bool and name == f"no_{knob.name}":
+            return knob, "false"
+    if name in REFUSED:
+        raise UserError(f"{label} is not accepted: {REFUSED[name]}")
+    dashes = "--" if kind == "flag" else ""
+    near = did_you_mean(name, _names(knobs), dashes) or ", --help lists them all"
+    raise UserError(f"unknown {kind} {label}{near}" if kind == "flag" else f"{label}: unknown {kind}{near}")
+
+
+def _checked(knob: Knob, value: Any, label: str) -> Any:
+    if (knob.name, value) in REFUSED_VALUES:
+        raise UserError(f"{label} {value} is not accepted: {REFUSED_VALUES[knob.name, value]}")
+    return knob.coerce(value, label)
+
+
+def read_yaml(path: str | Path, knobs: Knobs) -> dict[str, Any]:
+    """The settings of a YAML 1.2 file, flat or in sections one level deep. A null leaves its setting unset.
+
+    Values keep the text they have in the file until their setting's type is known, so that `lr: 1e-3` is a number
+    and `run_name: 007` stays as it is. Errors name the file and the line.
+    """
+    found: dict[str, Any] = {}
+    for key, value, line in _entries(path):
+        label = f"{path} line {line}: {key}"
+        knob, fixed = _find(key.replace("-", "_"), knobs, label, "key")
+        if knob.name in found:
+            raise UserError(f"{label}: {knob.name} is set twice in this file, keep one of the two")
+        if fixed is not None and value != "true":
+            raise UserError(f"{label} {value}: can only be true, otherwise set {knob.name}")
+        found[knob.name] = None if value is None else _checked(knob, value if fixed is None else fixed, label)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _entries(path: str | Path) -> list[tuple[str, Any, int]]:
+    """(key, text or list of texts or None, line) of a YAML file, sections flattened."""
+    try:
+        from ruamel.yaml import YAML, MappingNode, ScalarNode, SequenceNode
+        from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    except ImportError:
+        raise UserError(f"reading {path} needs a YAML library: pip install ruamel.yaml") from None
+    try:
+        root = YAML(typ="safe", pure=True).compose(Path(path).read_text(encoding="utf-8"))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise UserError(f"{path} line {mark.line + 1 if mark else 1}: not YAML, {error.problem}") from None
+    except (YAMLError, UnicodeDecodeError):
+        raise UserError(f"{path} line 1: not YAML, it is no UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read, {error.strerror}") from None
+
+    def scalar(node: Any, label: str) -> Any:
+        if isinstance(node, SequenceNode):
+            return [scalar(item, label) for item in node.value]
+        if not isinstance(node, ScalarNode):
+            raise UserError(f"{label}: must be a value; sections go one level deep")
+        return None if not node.style and node.value in ("", "~", "null", "Null", "NULL") else node.value
+
+    entries: list[tuple[str, Any, int]] = []
+    if root is not None and not isinstance(root, MappingNode):
+        raise UserError(f"{path} line {root.start_mark.line + 1}: must be lines of the form `name: value`")
+    for key, node in root.value if root else ():
+        inside = node.value if isinstance(node, MappingNode) else [(key, node)]
+        for name, value in inside:
+            line = name.start_mark.line + 1
+            entries.append((name.value, scalar(value, f"{path} line {line}: {name.value}"), line))
+    return entries
+
+
+def write_yaml(path: str | Path, mapping: Mapping[str, Any]) -> None:
+    """Write `name: value` lines, each value a JSON scalar: YAML 1.1 and 1.2 read them alike."""
+    text = "".join(f"{name}: {_scalar(value)}\n" for name, value in mapping.items())
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _scalar(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    # YAML 1.1 takes 1e-07 for a text.
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
+def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
+    """All flags by group, each with its default, choices, other names, and where it applies."""
+    lines = [
+        f"usage: python main.py [{'|'.join(verbs)}] [flags]      (installed: cssm ...)",
+        "",
+        "Train CSSM vision models, on every visible device unless told otherwise. No verb means train.",
+        "A typed flag wins over --config, which wins over the preset and the defaults. Of a repeated flag the last",
+        "wins. Hyphens may stand for underscores. --remat is switched off by --no_remat, likewise the other switches.",
+    ]
+    group = ""
+    for knob in knobs.values():
+        if knob.group != group:
+            group = knob.group
+            lines += ["", f"{group}:"]
+        lines += _help_entry(knob)
+    lines += ["", "other:"]
+    lines += _columns("-f, --config FILE", "read settings from a YAML file, flat or in sections")
+    lines += [
+        line
+        for name, (knob, value) in SHORTHANDS.items()
+        for line in _columns(f"--{name}", f"--{knob} {value}")
+    ]
+    lines += _columns("-h, --help", "print this") + _columns("--version", "print the version")
+    return "\n".join(lines)
+
+
+def _help_entry(knob: Knob) -> list[str]:
+    metavar = {bool: "", int: " N", float: " X", str: " TEXT"}[knob.type]
+    default = (
+        knob.unset
+        if knob.default is None
+        else str(knob.default).replace("False", "off").replace("True", "on")
+    )
+    notes = [f"default: {default}"]
+    if knob.applies:
+        notes.append("with " + " and ".join(f"--{k} {' or '.join(v)}" for k, v in knob.applies.items()))
+    if knob.aliases:
+        notes.append("also " + ", ".join(f"--{alias}" for alias in knob.aliases))
+    choices = f": {', '.join(knob.choices)}" if knob.choices else ""
+    return _columns(f"--{knob.name}{metavar}", f"{knob.help}{choices} [{'; '.join(notes)}]")
+
+
+def _columns(left: str, right: str) -> list[str]:
+    first, *rest = textwrap.wrap(right, 80)
+    return [f"  {left:<29} {first}", *(f"{'':32}{line}" for line in rest)]

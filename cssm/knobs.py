@@ -1,0 +1,148 @@
+"""What a knob is: one setting, with its type, range, names and where it applies; and how a raw value is checked.
+
+config.py declares the settings, flags.py reads them from the command line and from YAML.
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake of the user's, told in one sentence: what was given, what is wrong, what to type instead.
+
+    exit_code: what the program exits with (2 usage, 5 non-finite loss, 6 storage).
+    """
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """One setting.
+
+    applies: other knobs and the values under which this one has a meaning; all must hold.
+    bounds: an interval such as "[0,1)"; an open end is left out, "[1,)".
+    unset: what None stands for, in words.
+    resume: what becomes of it when a run goes on. "fixed": must not change; "kept": the saved value unless typed
+    anew; "fresh": belongs to the invocation, and is never taken from the saved run.
+    """
+
+    name: str
+    type: type
+    optional: bool
+    default: Any
+    help: str
+    group: str
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    applies: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    bounds: str = ""
+    multiple_of: int = 1
+    unset: str = "by recipe"
+    resume: str = "kept"
+
+    def coerce(self, value: Any, label: str) -> Any:
+        """The value in this knob's type. A UserError opens with the label and the value as given."""
+        if value is None and self.optional:
+            return None
+        try:
+            result = _CONVERT[self.type](value)
+        except (TypeError, ValueError):
+            raise UserError(f"{label} {value}: must be {_KINDS[self.type]}") from None
+        if self.choices and result not in self.choices:
+            near = did_you_mean(result, self.choices)
+            raise UserError(f"{label} {value}: must be one of {', '.join(self.choices)}{near}")
+        if self.bounds and not _inside(result, self.bounds):
+            raise UserError(f"{label} {value}: must be {_interval(self.bounds)}")
+        if self.multiple_of > 1 and result % self.multiple_of:
+            raise UserError(f"{label} {value}: must be {multiple(self.multiple_of, result)}")
+        return result
+
+
+def knob(default: Any, help: str, **properties: Any) -> Any:
+    """A dataclass field that is a knob; the properties are those of Knob."""
+    return dataclasses.field(default=default, metadata={"help": help, **properties})
+
+
+def knobs_of(cls: type) -> dict[str, Knob]:
+    """The knobs that the fields of a dataclass declare, by name, in order."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        kinds: tuple[Any, ...] = (
+            field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
+        )
+        base = next(kind for kind in kinds if kind is not types.NoneType)
+        found[field.name] = Knob(field.name, base, types.NoneType in kinds, field.default, **field.metadata)
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """`, did you mean X?` for the known word nearest in spelling; empty when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f", did you mean {prefix}{near[0]}?" if near else ""
+
+
+def multiple(of: int, near: int) -> str:
+    """The rule in words, with the multiples on either side: `even, type 32 or 34`."""
+    sides = [n for n in (near // of * of, near // of * of + of) if n > 0]
+    return f"{'even' if of == 2 else f'a multiple of {of}'}, type {' or '.join(map(str, sides))}"
+
+
+def _to_bool(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, str) and value.strip("+-").isdecimal():
+        return int(value)
+    if isinstance(value, bool) or not float(value).is_integer():
+        raise ValueError
+    return int(float(value)) if isinstance(value, str) else int(value)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError
+    return float(value)
+
+
+def _to_str(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    text = str(value) if type(value) is int else os.fspath(value)
+    if not text:
+        raise ValueError
+    return text
+
+
+_CONVERT = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
+
+
+def _ends(bounds: str) -> tuple[float | None, float | None]:
+    low, high = bounds[1:-1].split(",")
+    return float(low) if low else None, float(high) if high else None
+
+
+def _inside(value: float, bounds: str) -> bool:
+    low, high = _ends(bounds)
+    above = low is None or value > low or (value == low and bounds[0] == "[")
+    below = high is None or value < high or (value == high and bounds[-1] == "]")
+    return above and below
+
+
+def _interval(bounds: str) -> str:
+    low, high = bounds[1:-1].split(",")
+    words = [f"{'at least' if bounds[0] == '[' else 'above'} {low}"] if low else []
+    words += [f"{'at most' if bounds[-1] == ']' else 'below'} {high}"] if high else []
+    return " and ".join(words)

@@ -1,0 +1,57 @@
+"""Values that fit together: what a setting left unset becomes, by architecture, preset and data set.
+
+Plain data. A row may hold settings that do not apply to every architecture that uses it; those are left out.
+"""
+
+from typing import Any
+
+Row = dict[str, Any]
+
+_SIMPLE_DIGITS: Row = {"embed_dim": 32, "depth": 1, "seq_len": 8, "batch_size": 64, "lr": 3e-3, "epochs": 12}
+_SIMPLE_PATHFINDER: Row = {
+    "embed_dim": 16,
+    "depth": 1,
+    "seq_len": 8,
+    "batch_size": 32,
+    "lr": 4e-3,
+    "max_steps": 2000,
+}
+
+_NANO: Row = {
+    "embed_dim": 32,
+    "depth": 2,
+    "mlp_ratio": 2.0,
+    "num_heads": 4,
+    "stem_stride": 2,
+    "layer_scale_init": 1.0,
+    "seq_len": 4,
+    "batch_size": 32,
+    "lr": 4e-3,
+}
+_LARGE: Row = {
+    "depth": 12,
+    "mlp_ratio": 4.0,
+    "stem_stride": 4,
+    "layer_scale_init": 1e-6,
+    "seq_len": 8,
+    "batch_size": 32,
+    "lr": 1e-3,
+    "epochs": 100,
+}
+
+# --arch simple, by --dataset
+SIMPLE: dict[str, Row] = {"digits": _SIMPLE_DIGITS, "pathfinder": _SIMPLE_PATHFINDER}
+
+# --arch vit and baseline, by --preset, then by --dataset
+PRESETS: dict[str, dict[str, Row]] = {
+    "nano": {"digits": _NANO | {"epochs": 12}, "pathfinder": _NANO | {"epochs": 20}},
+    "tiny": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 192, "num_heads": 3}),
+    "small": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 384, "num_heads": 6}),
+    "base": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 768, "num_heads": 12}),
+}
+
+POS_EMBED: dict[str, str] = {"simple": "mrope", "vit": "learnable", "baseline": "learnable"}
+
+# Side of the images in pixels, by --dataset, then (Pathfinder) by --pathfinder_difficulty
+DIGITS_SIZE = 16
+PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20": 128, "25": 128}
