@@ -90,7 +90,7 @@ def train_batches(
     """The batches of steps first_step..last_step, both included, in order.
 
     Each is {image: uint8 [b, H, W, C], label: int32 [b]}: this process's b = batch / process_count rows of
-    the global batch. Up to `prefetch` batches are gathered ahead by `workers` threads; either one 0: on demand.
+    the global batch. Up to `prefetch` batches are gathered ahead by `workers` threads, none where either is 0.
     Close the iterator (or exhaust it) to end the threads. UserError if an epoch has no whole batch.
     """
     rows = _rows_of(batch, process_index, process_count)

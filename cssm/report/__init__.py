@@ -17,8 +17,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from cssm.events import EventLog, read_events
-from cssm.terminal import Bar, device_lines, in_words, run_lines
+from cssm.report.events import EventLog, read_events
+from cssm.report.terminal import Bar, device_lines, in_words, run_lines
 
 __all__ = ["Reporter", "devices_report", "read_events"]
 
@@ -36,8 +36,8 @@ class Reporter:
 
     On a terminal the bar and the clock move; piped output gets plain lines, flushed at once; with
     `headless_stream` the events go to that stream as JSON and nothing else is printed. `quiet` leaves only
-    `line`, evaluations and the summary. `run_dir` receives metrics.jsonl, logs/ (with `tensorboard`) and plots/, unless
-    it is None. With primary=False (any process but the first) nothing is printed or written.
+    `line`, evaluations and the summary. `run_dir` receives metrics.jsonl, logs/ (with `tensorboard`) and
+    plots/, unless it is None. With primary=False (any process but the first) nothing is printed or written.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Reporter:
         primary: bool = True,
     ):
         self.run_dir = Path(run_dir) if run_dir is not None and primary else None
-        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
         self._speaks = primary and headless_stream is None
         self._chatty = self._speaks and not quiet
         animated = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._console = Console(
             file=sys.stdout, force_terminal=animated, highlight=False, markup=False, emoji=False
         )
+        self._clocks: list[tuple[str, float]] = []
+        self._bar: Bar | None = None
         self._live = None
         if animated and self._chatty:
             self._live = Live(
                 console=self._console, get_renderable=self._view, refresh_per_second=8, transient=True
             )
-        self._clocks: list[tuple[str, float]] = []
-        self._bar: Bar | None = None
+        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
 
     def __enter__(self) -> Self:
         return self
@@ -103,12 +103,12 @@ class Reporter:
         """
         self._events.write(kind, fields)
         if kind == "eval":
-            best = "  best so far" if fields.get("best") else ""
+            best = "  best" if fields.get("best") else ""
             total = len(str(self._bar.total)) if self._bar else 0
             self.line(
                 f"{fields['split']:<5} step {int(fields['step']):>{total}}  "
                 f"loss {float(fields['loss']):.4f}  accuracy {float(fields['accuracy']):.4f}  "
-                f"({int(fields['count']):,} examples){best}"
+                f"of {int(fields['count']):,}{best}"
             )
         elif kind == "summary":
             known = [in_words(name, value) for name, value in fields.items() if value is not None]
@@ -173,7 +173,7 @@ class Reporter:
         if self.run_dir is None:
             return []
         try:
-            from cssm.plots import save_curves
+            from cssm.report.plots import save_curves
         except ModuleNotFoundError as error:
             self.line(f"no curves were drawn, {error.name} is not installed: type pip install {error.name}")
             return []

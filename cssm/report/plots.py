@@ -70,7 +70,7 @@ def _figure(metric: str, curves: dict[str, list[tuple[int, float]]], title: str)
 
 
 def _final(name: str, values: tuple[float, ...]) -> str:
-    return f"{name} (last {values[-1]:.4g})"
+    return f"{name} ({'last ' if len(values) > 1 else ''}{values[-1]:.4g})"
 
 
 def _running_mean(values: tuple[float, ...], weight: float = 0.9) -> list[float]:
