@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
+MINOR := import sys; print("%d.%d" % sys.version_info[:2])
+VERSION := $(shell $(PYTHON) -c '$(MINOR)')
 
 # What `make train` installs follows the NVIDIA driver: CUDA 13 needs 580 or newer, CUDA 12 needs 525.
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/\..*//p')
@@ -19,25 +21,25 @@ RUNTIME := $(shell [ "$(DRIVER)" -ge 580 ] 2>/dev/null && echo gpu || { [ "$(DRI
 help:
 	@sed -n '2,6s/^# *//p' Makefile
 
-train: $(VENV)/.$(RUNTIME)
+train: $(VENV)/.$(RUNTIME)-$(VERSION)
 	$(RUN) main.py $(ARGS)
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m "not slow" $(ARGS)
 
-slow: $(VENV)/.dev
+slow: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m pyright --pythonpath $(RUN)
 
 # requirements/X.txt is complete, so that pip has nothing to resolve; bytecode is written at first import.
-$(VENV)/.%: requirements/%.txt
-	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(sys.version_info < (3, 11) and \
-	  "error: $(PYTHON) is Python " + v + ", 3.11 or newer is needed: make PYTHON=python3.12 ...")'
-	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+$(VENV)/.%-$(VERSION): requirements/%.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "error: $(PYTHON) is Python $(VERSION), 3.11 or newer is needed: type PYTHON=python3.12 behind make")'
+	@[ "$$($(RUN) -c 'import pip; $(MINOR)' 2>/dev/null)" = "$(VERSION)" ] || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing $< (about 1 GB, once)"
 	@$(RUN) -m pip --disable-pip-version-check install -q --require-hashes --no-deps --no-compile -r $<
 	@touch $@
