@@ -1,0 +1,145 @@
+"""What cells share: spectral kernels, gates over frequency, projections that act on spectra."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cssm import spectral
+from cssm.spectral import Spectrum
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """Everything a cell may be told apart from its own ablations. dtype: of activations; parameters stay float32."""
+
+    channels: int
+    kernel_size: int = 11
+    kernel_domain: str = "spatial"
+    kernel_origin: str = "origin"
+    gate_type: str = "factored"
+    rope_mode: str = "none"
+    scan: str = "auto"
+    backend: str = "auto"
+    dtype: jnp.dtype | None = None
+
+
+class SpectralKernel(nn.Module):
+    """One depthwise kernel a channel, as a bounded spectrum [H * Wf, C] with |K| < 0.999.
+
+    domain "spatial": a parameter [C, k, k], transformed at every call; "spectral": the spectrum itself is the
+    parameter, complex64 [C, H, Wf] (global filters as in GFNet, Rao et al. 2021), started from the spectrum of a
+    spatial kernel so that both domains begin alike.
+    """
+
+    options: CellOptions
+    init: Callable
+
+    @nn.compact
+    def __call__(self, height: int, width: int) -> Spectrum:
+        o = self.options
+        shape = (o.channels, o.kernel_size, o.kernel_size)
+        if o.kernel_domain == "spatial":
+            kernel = self.param("kernel", self.init, shape)
+            k_hat = spectral.kernel_spectrum(kernel, height, width, o.kernel_origin)
+        else:
+
+            def init_spectrum(key):
+                re, im = spectral.kernel_spectrum(self.init(key, shape), height, width, "origin")
+                return jnp.moveaxis(jax.lax.complex(re, im), -1, 0)
+
+            k = jnp.moveaxis(self.param("spectrum", init_spectrum), 0, -1)
+            k_hat = Spectrum(k.real, k.imag)
+        bounded = spectral.bound_magnitude(k_hat)
+        return jax.tree.map(lambda p: p.reshape(height * (width // 2 + 1), o.channels), bounded)
+
+
+class FrequencyGates(nn.Module):
+    """Raw (unsquashed) gates from a context [B, T, C]: a dict name -> [B, T, H * Wf, 1], shared by all channels.
+
+    "dense": one value a frequency, Dense(C -> H Wf) for each name, fused into one product.
+    "factored": Dense(C -> H) and Dense(C -> Wf), combined by `combine` (sum or product) over rows and columns.
+    Both fit one map size only.
+    """
+
+    names: tuple[str, ...]
+    gate_type: str
+    combine: Callable = jnp.add
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, context: jax.Array, height: int, width: int) -> dict[str, jax.Array]:
+        columns, n = width // 2 + 1, len(self.names)
+        lead = context.shape[:-1]
+        if self.gate_type == "dense":
+            raw = nn.Dense(n * height * columns, dtype=self.dtype, name="dense")(context)
+            raw = raw.reshape(*lead, n, height * columns)
+        else:
+            both = nn.Dense(n * (height + columns), dtype=self.dtype, name="factors")(context)
+            both = both.reshape(*lead, n, height + columns)
+            rows, cols = both[..., :height], both[..., height:]
+            raw = self.combine(rows[..., :, None], cols[..., None, :]).reshape(*lead, n, height * columns)
+        return {name: raw[..., i, :, None] for i, name in enumerate(self.names)}
+
+
+class SpectralDense(nn.Module):
+    """Dense over channels, applied to a spectrum [B, T, H, Wf, C]; equals Dense in space, then the transform.
+
+    Exact because channel mixing commutes with the transform over (H, W); the bias, constant in space, touches
+    frequency (0, 0) alone, where it counts H * width times.
+    """
+
+    features: int
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x_hat: Spectrum, width: int) -> Spectrum:
+        channels, height = x_hat.re.shape[-1], x_hat.re.shape[-3]
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (channels, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        re, im, kernel, bias = nn.dtypes.promote_dtype(x_hat.re, x_hat.im, kernel, bias, dtype=self.dtype)
+        return Spectrum((re @ kernel).at[..., 0, 0, :].add(bias * (height * width)), im @ kernel)
+
+
+class StateReadout(nn.Module):
+    """Project n states, spectra [B, T, H, Wf, C] each, to one spectrum of C channels (Dense of their concatenation)."""
+
+    features: int
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, states: tuple[Spectrum, ...], width: int) -> Spectrum:
+        channels, height = states[0].re.shape[-1], states[0].re.shape[-3]
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), channels, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        kernel, bias = nn.dtypes.promote_dtype(kernel, bias, dtype=self.dtype)
+        re = sum(s.re @ kernel[i] for i, s in enumerate(states))
+        im = sum(s.im @ kernel[i] for i, s in enumerate(states))
+        return Spectrum(re.at[..., 0, 0, :].add(bias * (height * width)), im)
+
+
+def flatten(x_hat: Spectrum) -> Spectrum:
+    """[B, T, H, Wf, C] -> [B, T, F, C]."""
+    return jax.tree.map(lambda p: p.reshape(*p.shape[:2], -1, p.shape[-1]), x_hat)
+
+
+def unflatten(x_hat: Spectrum, height: int) -> Spectrum:
+    """[B, T, F, C] -> [B, T, H, Wf, C]."""
+    return jax.tree.map(lambda p: p.reshape(*p.shape[:2], height, -1, p.shape[-1]), x_hat)
+
+
+def repeat_over_time(x: jax.Array, num_steps: int | None) -> jax.Array:
+    """[B, 1, ...] -> [B, num_steps, ...]; an x that has its own time steps is returned as it is."""
+    if num_steps is None or x.shape[1] == num_steps:
+        return x
+    return jnp.broadcast_to(x, (x.shape[0], num_steps, *x.shape[2:]))
+
+
+def xavier_normal_raw(key: jax.Array, shape: tuple[int, int, int], dtype=jnp.float32) -> jax.Array:
+    """Truncated normal of std 1 / sqrt(C k): xavier_normal on the raw shape (C, k, k), fan_in = fan_out = C k."""
+    std = 1.0 / math.sqrt(shape[0] * shape[1])
+    # 0.8796 is the standard deviation of a unit normal cut at +-2.
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * (std / 0.87962566103423978)

@@ -1,0 +1,73 @@
+"""Trunks: each maps images [B, H, W, C] or clips [B, T, H, W, C] to logits [B, num_classes]."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from cssm.cells import CELLS
+from cssm.cells.core import CellOptions
+from cssm.config import Config
+from cssm.models.blocks import Attention
+from cssm.models.simple import Simple
+from cssm.models.vit import ViT
+from cssm.positions import ROPE_MODES
+
+MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
+
+
+def build(config: Config, num_classes: int, wrap_block: Callable | None = None) -> nn.Module:
+    """The model that the configuration describes.
+
+    wrap_block: class -> class, applied to the trunk's block (rematerialisation comes in here). The module's call is
+    `module(images, train=False)`; it draws from the rng stream "drop_path" when training with a drop-path rate.
+    """
+    dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
+    mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype)
+    common = {
+        "mixer": mixer,
+        "num_classes": num_classes,
+        "embed_dim": config.embed_dim,
+        "depth": config.depth,
+        "seq_len": config.seq_len or 1,
+        "stem_mode": config.stem_mode,
+        "pos_embed": config.pos_embed,
+        "norm_type": config.norm_type,
+        "pool_type": config.pool_type,
+        "dtype": dtype,
+    }
+    if config.arch == "simple":
+        return Simple(stem_layers=config.stem_layers, **common)
+    return ViT(
+        patch_size=config.patch_size,
+        stem_stride=config.stem_stride,
+        mlp_ratio=config.mlp_ratio,
+        drop_path_rate=config.drop_path_rate,
+        layer_scale_init=config.layer_scale_init,
+        recurrent=config.arch != "baseline",
+        wrap_block=wrap_block,
+        **common,
+    )
+
+
+def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
+    options = CellOptions(
+        channels=config.embed_dim,
+        kernel_size=config.kernel_size,
+        kernel_domain=config.kernel_domain,
+        kernel_origin=config.kernel_origin,
+        gate_type=config.gate_type,
+        rope_mode=config.pos_embed if config.pos_embed in ROPE_MODES else "none",
+        scan=config.scan,
+        backend=config.spectral_backend,
+        dtype=dtype,
+    )
+    ablations = {
+        "hgru_bi": {"readout_state": config.readout_state},
+        "gated": {"short_conv_size": config.short_conv_size, "short_conv_spatial_size": config.short_conv_spatial_size},
+    }[config.cssm]
+    return lambda name: CELLS[config.cssm](options, name=name, **ablations)
+
+
+def _attention(config: Config, dtype) -> Callable[..., nn.Module]:
+    return lambda name: Attention(config.num_heads, dtype, name=name)

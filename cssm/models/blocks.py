@@ -1,0 +1,181 @@
+"""Parts of trunks, each defined once: stems, norms, positions, attention, MLP, drop path, pooling.
+
+Activations are [B, T, H, W, C] throughout; a still image has T = 1 until a recurrent cell unrolls it.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cssm.positions import time_code
+
+
+def norm(norm_type: str, train: bool, dtype, name: str) -> nn.Module:
+    """"layer" over channels (epsilon 1e-6), or "batch" over everything else (momentum 0.99, epsilon 1e-5)."""
+    if norm_type == "batch":
+        return nn.BatchNorm(use_running_average=not train, momentum=0.99, epsilon=1e-5, dtype=dtype, name=name)
+    return nn.LayerNorm(epsilon=1e-6, dtype=dtype, name=name)
+
+
+def on_frames(module: Callable, x: jax.Array) -> jax.Array:
+    """Apply a 2-D module to every frame of [B, T, H, W, C]."""
+    y = module(x.reshape(-1, *x.shape[2:]))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+class ConvPoolStem(nn.Module):
+    """stem_layers times: 3x3 convolution, softplus, norm, 2x2 max-pool (SAME): side ceil(side / 2^layers)."""
+
+    features: int
+    layers: int
+    norm_type: str
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        for i in range(self.layers):
+            x = on_frames(nn.Conv(self.features, (3, 3), dtype=self.dtype, name=f"conv_{i}"), x)
+            x = norm(self.norm_type, train, self.dtype, f"norm_{i}")(nn.softplus(x))
+            x = max_pool_2x2(x)
+        return x
+
+
+class PointwiseStem(nn.Module):
+    """1x1 convolution, softplus, norm; keeps the resolution."""
+
+    features: int
+    norm_type: str
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Dense(self.features, dtype=self.dtype, name="conv_0")(x)
+        return norm(self.norm_type, train, self.dtype, "norm_0")(nn.softplus(x))
+
+
+class StridedStem(nn.Module):
+    """One 3x3 convolution of the given stride (SAME), GELU, norm."""
+
+    features: int
+    stride: int
+    norm_type: str
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        stride = (self.stride, self.stride)
+        x = on_frames(nn.Conv(self.features, (3, 3), stride, dtype=self.dtype, name="conv"), x)
+        return norm(self.norm_type, train, self.dtype, "norm")(nn.gelu(x))
+
+
+class PatchStem(nn.Module):
+    """Non-overlapping p x p patches, one linear map, no norm; a remainder of the image is an error of the caller."""
+
+    features: int
+    patch_size: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        size = (self.patch_size, self.patch_size)
+        return on_frames(nn.Conv(self.features, size, size, "VALID", dtype=self.dtype, name="conv"), x)
+
+
+class AddPositions(nn.Module):
+    """mode "learnable": a table [H, W, C] ~ N(0, 0.02) added; "sinusoidal": the time code [T, C]; else nothing."""
+
+    mode: str
+    seq_len: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.mode == "learnable":
+            table = self.param("pos_embed", nn.initializers.normal(0.02), x.shape[-3:])
+            return x + table.astype(x.dtype)
+        if self.mode == "sinusoidal":
+            steps = self.seq_len if x.shape[1] == 1 else x.shape[1]
+            return x + time_code(steps, x.shape[-1], x.dtype)[:, None, None, :]
+        return x
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over the H W tokens of each frame; qkv with bias. [B, T, H, W, C] -> the same.
+
+    Takes the arguments of a cell, so that it can stand in a cell's place: frames do not mix, num_steps is not needed.
+    """
+
+    num_heads: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
+        x = x[:, -1:] if last_only else x
+        batch, steps, height, width, channels = x.shape
+        qkv = nn.Dense(3 * channels, dtype=self.dtype, name="qkv")(x)
+        qkv = qkv.reshape(batch * steps, height * width, 3, self.num_heads, channels // self.num_heads)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        y = jax.nn.dot_product_attention(q, k, v)
+        return nn.Dense(channels, dtype=self.dtype, name="proj")(y.reshape(batch, steps, height, width, channels))
+
+
+class MLP(nn.Module):
+    """Dense(ratio C), GELU, Dense(C)."""
+
+    ratio: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        channels = x.shape[-1]
+        hidden = nn.gelu(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
+        return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
+
+
+class LayerScale(nn.Module):
+    """Per-channel factor, started at `init` (Touvron et al. 2021)."""
+
+    init: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gamma = self.param("gamma", nn.initializers.constant(self.init), x.shape[-1:])
+        return x * gamma.astype(x.dtype)
+
+
+class DropPath(nn.Module):
+    """Drop a residual branch for whole examples with probability `rate`, scaling kept ones by 1 / (1 - rate)."""
+
+    rate: float
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.rate == 0.0 or not self.train:
+            return x
+        keep = 1.0 - self.rate
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        return x * jax.random.bernoulli(self.make_rng("drop_path"), keep, shape).astype(x.dtype) / keep
+
+
+def pool(x: jax.Array, pool_type: str) -> jax.Array:
+    """[B, T, H, W, C] -> [B, C] by "mean", "max" or "logsumexp" (minus log of the count: bounded by max and mean)."""
+    axes = (1, 2, 3)
+    if pool_type == "mean":
+        return x.mean(axis=axes)
+    if pool_type == "max":
+        return x.max(axis=axes)
+    count = x.shape[1] * x.shape[2] * x.shape[3]
+    return jax.nn.logsumexp(x.astype(jnp.float32), axis=axes) - jnp.log(float(count))
+
+
+def max_pool_2x2(x: jax.Array) -> jax.Array:
+    """2x2 max-pool, stride 2, SAME, over H and W of [..., H, W, C]; a reshape: its gradient is twice nn.max_pool's speed."""
+    height, width = x.shape[-3:-1]
+    if height % 2 or width % 2:
+        pad = [(0, 0)] * (x.ndim - 3) + [(0, height % 2), (0, width % 2), (0, 0)]
+        x = jnp.pad(x, pad, constant_values=-jnp.inf)
+    height, width = x.shape[-3:-1]
+    return x.reshape(*x.shape[:-3], height // 2, 2, width // 2, 2, x.shape[-1]).max(axis=(-4, -2))
