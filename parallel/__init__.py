@@ -1,4 +1,4 @@
 """Many devices, one program: device choice, batch arithmetic, the one parallel step, gradient averaging.
 
-Knows jax and optax; knows nothing of vision, models or the configuration. See devices.py, batches.py and sync.py.
+Knows jax and optax; knows nothing of vision, models or the configuration.
 """

@@ -41,9 +41,9 @@ def resolve_batch(
 ) -> Batching:
     """Fill in the batch arithmetic: effective = batch_size (per device) x devices x grad_accum.
 
-    None means "not given". The total alone gives batch_size, with batch_size it gives grad_accum, with both it
-    must agree; without the total, batch_size defaults to `default_batch_size` and grad_accum to 1.
-    Raises DeviceError, naming the nearest totals that work, for a total that does not divide, and for sizes below 1.
+    None means "not given". The total alone gives batch_size, with batch_size it gives grad_accum, with both
+    it must agree; without the total, batch_size defaults to `default_batch_size` and grad_accum to 1.
+    Raises DeviceError for a size below 1 and for a total that does not divide, naming the nearest that do.
     """
     given = {"batch_size": batch_size, "global_batch_size": global_batch_size, "grad_accum": grad_accum}
     for name, value in given.items():
@@ -57,13 +57,13 @@ def resolve_batch(
         if batching.effective != global_batch_size:
             raise DeviceError(
                 f"--global_batch_size {global_batch_size} does not agree with batch_size {batch_size} x "
-                f"{_count(devices)} x grad_accum {grad_accum} = {batching.effective}: "
+                f"{count(devices)} x grad_accum {grad_accum} = {batching.effective}: "
                 f"type --global_batch_size {batching.effective}, or leave one of the three out"
             )
         return batching
 
     known = [f"batch_size {batch_size}"] if batch_size else []
-    known += [_count(devices)] + ([f"grad_accum {grad_accum}"] if grad_accum else [])
+    known += [count(devices)] + ([f"grad_accum {grad_accum}"] if grad_accum else [])
     unit = (batch_size or 1) * devices * (grad_accum or 1)
     factor, rest = divmod(global_batch_size, unit)
     if rest:
@@ -78,14 +78,15 @@ def resolve_batch(
     return Batching(batch_size, devices, factor)
 
 
-def _count(devices: int) -> str:
+def count(devices: int) -> str:
+    """`1 device`, `4 devices`."""
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def pad_and_mask(batch: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """Pad arrays [n, ...] with zeros to [size, ...] and add "mask", float32 [size]: 1 for the n real examples.
+    """Pad arrays [n, ...] with zeros to [size, ...]; add "mask", float32 [size]: 1 for a real example.
 
-    Raises DeviceError if the arrays disagree on n, hold more than `size` examples, or bring a mask of their own.
+    Raises DeviceError if the arrays disagree on n, hold more than `size` examples, or include a mask.
     """
     n = leading_size(batch)
     if n > size or "mask" in batch:
@@ -110,15 +111,16 @@ def device_sharding(devices: list[jax.Device]) -> NamedSharding:
 
 
 def shard_batch(batch: dict[str, np.ndarray], devices: list[jax.Device]) -> dict[str, jax.Array]:
-    """Split host arrays [B, ...] into device arrays [D, B/D, ...]: rows d*B/D to (d+1)*B/D go straight to device d.
+    """Split host arrays [B, ...] into device arrays [D, B/D, ...], each slice sent straight to its device.
 
-    The arrays must not be written to afterwards: a transfer may still be reading them, and the CPU backend shares
-    their memory. Raises DeviceError if B does not divide by the number of devices.
+    Device d gets rows d*B/D to (d+1)*B/D. The arrays must not be written to afterwards: a transfer may still
+    be reading them, and the CPU backend shares their memory.
+    Raises DeviceError if B does not divide by the number of devices.
     """
     n, d = leading_size(batch), len(devices)
     if n % d or not n:
         nearest = " or ".join(str(k * d) for k in (n // d, n // d + 1) if k)
-        raise DeviceError(f"a batch of {n} does not divide over {_count(d)}: use {nearest}")
+        raise DeviceError(f"a batch of {n} does not divide over {count(d)}: use {nearest}")
     rows = {name: np.asarray(array).reshape(d, n // d, *array.shape[1:]) for name, array in batch.items()}
     return jax.device_put(rows, device_sharding(devices))
 
@@ -126,10 +128,10 @@ def shard_batch(batch: dict[str, np.ndarray], devices: list[jax.Device]) -> dict
 def prefetch_to_device(
     batches: Iterable[dict[str, np.ndarray]], devices: list[jax.Device], depth: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield `shard_batch` of each batch, in order, with up to `depth` more being made ready by a background thread.
+    """Yield `shard_batch` of each batch, in order, while a background thread prepares the next `depth`.
 
-    depth 0 does the work in the caller's thread. An exception of `batches` is raised at its place in the order.
-    Closing the iterator (or its end) joins the thread, and closes `batches` if it can be closed.
+    depth 0 does the work in the caller's thread. An exception of `batches` is raised at its place in the
+    order. Closing the iterator (or its end) joins the thread, and closes `batches` if it can be closed.
     """
     source = iter(batches)
 

@@ -16,6 +16,7 @@ from parallel.batches import (
     AXIS,
     Batching,
     DeviceError,
+    count,
     device_sharding,
     pad_and_mask,
     prefetch_to_device,
@@ -54,26 +55,28 @@ def select_devices(
 ) -> list[jax.Device]:
     """The local devices to run on: all that are visible, unless narrowed down.
 
-    platform: auto | cpu | gpu | tpu. gpus: indices into the visible devices, "0,2" or a sequence, kept in that
-    order. num_devices: the first so many. single: the first only.
-    Raises DeviceError, naming what exists, for a platform or an index that is not there, a repeated index, choices
-    that contradict each other, and for an NVIDIA GPU that jax cannot use (a run never falls back to the CPU unasked).
+    platform: auto | cpu | gpu | tpu. gpus: indices into the visible devices, "0,2" or a sequence, kept in
+    that order. num_devices: the first so many. single: the first only.
+    Raises DeviceError, naming what exists, for a platform or an index that is not there, a repeated index,
+    contradictory choices, and for an NVIDIA GPU that jax cannot use: no run falls back to the CPU unasked.
     """
     visible = _visible(platform)
     chosen = visible if gpus is None else [visible[i] for i in _indices(gpus, len(visible))]
-    typed = "" if gpus is None else f" with --gpus {gpus if isinstance(gpus, str) else ','.join(map(str, gpus))}"
     if num_devices is not None:
-        if num_devices < 1 or num_devices > len(chosen) or (gpus is not None and num_devices != len(chosen)):
+        if gpus is not None and num_devices != len(chosen):
             raise DeviceError(
-                f"--num_devices {num_devices}{typed} is not possible: "
-                + (f"{len(chosen)} visible, type 1 to {len(chosen)}" if not typed else "type one of the two")
+                f"--num_devices {num_devices} contradicts the {len(chosen)} of --gpus: type one of them"
+            )
+        if not 1 <= num_devices <= len(chosen):
+            raise DeviceError(
+                f"--num_devices {num_devices}: {count(len(chosen))} visible, type 1 to {len(chosen)}"
             )
         chosen = chosen[:num_devices]
-    if single:
-        if len(chosen) > 1 and (typed or num_devices):
-            raise DeviceError(f"--multi_gpu off uses one device, but {len(chosen)} were asked for: type one of the two")
-        chosen = chosen[:1]
-    return chosen
+    if single and len(chosen) > 1 and not (gpus is None and num_devices is None):
+        raise DeviceError(
+            f"--multi_gpu off uses one device, not the {len(chosen)} asked for: type one of the two"
+        )
+    return chosen[:1] if single else chosen
 
 
 def _visible(platform: str) -> list[jax.Device]:
@@ -101,7 +104,7 @@ def _visible(platform: str) -> list[jax.Device]:
 def _indices(gpus: str | Sequence[int], visible: int) -> list[int]:
     words = gpus.split(",") if isinstance(gpus, str) else [str(i) for i in gpus]
     typed = f"--gpus {','.join(words)}"
-    if not all(re.fullmatch(r"\s*\d+\s*", word) for word in words):
+    if not words or not all(re.fullmatch(r"\s*\d+\s*", word) for word in words):
         raise DeviceError(f"{typed}: not a list of device indices, type for example --gpus 0,1")
     indices = [int(word) for word in words]
     exist = "0" if visible == 1 else f"0 to {visible - 1}"
@@ -120,7 +123,7 @@ def running_line(devices: Sequence[jax.Device]) -> str:
 
 
 def describe(devices: Sequence[jax.Device]) -> list[dict[str, Any]]:
-    """A row for each device: id, kind, platform, process, memory_bytes (None where the backend does not say)."""
+    """A row for each device: id, kind, platform, process, memory_bytes (None on CPU)."""
     return [
         {
             "id": device.id,
@@ -148,18 +151,20 @@ def spmd(
     out_axes: Any = 0,
     static: int | tuple[int, ...] = (),
 ) -> Callable[..., Tree]:
-    """Compile `fn` to run on every device at once, over the leading dim D of its arguments; collectives use AXIS.
+    """Compile `fn` to run on every device, over the leading dim D of its arguments; its collectives use AXIS.
 
-    Feed it host arrays, or what `replicate`, `per_device` and `shard_batch` return. in_axes / out_axes: 0 for a
-    leading dim D, None for a value common to all devices. static: positions of compile-time constants.
+    Feed it host arrays, or what `replicate`, `per_device` and `shard_batch` return. in_axes / out_axes: 0 for
+    a leading dim D, None for a value common to all devices. static: positions of compile-time constants.
     Raises DeviceError if the leading dim is not the number of devices.
     """
 
     def on_each_device(*args: Any) -> Tree:
-        # A smaller leading dim would quietly run on some of the devices. The size is known while tracing, so the
-        # check costs nothing later.
+        # A smaller leading dim would quietly run on some of the devices. The size is known while tracing, so
+        # the check costs nothing later.
         if (size := jax.lax.axis_size(AXIS)) != len(devices):
-            raise DeviceError(f"arguments with leading dim {size} were given to a function of {len(devices)} devices")
+            raise DeviceError(
+                f"arguments with leading dim {size} were given to a function of {len(devices)} devices"
+            )
         return fn(*args)
 
     return jax.pmap(
@@ -174,9 +179,9 @@ def spmd(
 
 
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """Copy each leaf x to every device, as one array [D, *x.shape] laid out exactly as `spmd` returns its outputs.
+    """Copy each leaf x to every device: one array [D, *x.shape], laid out as the outputs of `spmd` are.
 
-    Leaves: host or device arrays and numbers; random keys as raw uint32 (`jax.random.key_data`), not typed keys.
+    Leaves: arrays and numbers; random keys as raw uint32 (`jax.random.key_data`), not typed keys.
     """
     # The copy matters: the CPU backend may share a host array's memory with the device array made of it.
     stacked = jax.tree.map(lambda x: np.broadcast_to(np.array(x), (len(devices), *np.shape(x))), tree)
@@ -184,7 +189,7 @@ def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
 
 
 def per_device(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """Put row d of each host array [D, ...] on device d (values that differ between devices, such as keys)."""
+    """Put row d of each host array [D, ...] on device d; for values that differ, such as random keys."""
     for leaf in jax.tree.leaves(tree):
         if np.shape(leaf)[:1] != (len(devices),):
             raise DeviceError(f"an array {np.shape(leaf)} has no row for each of {len(devices)} devices")
@@ -192,7 +197,7 @@ def per_device(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
 
 
 def unreplicate(tree: Tree) -> Tree:
-    """The numpy value [...] of each replicated leaf [D, ...], read from the first device of this process alone."""
+    """The numpy value [...] of each replicated leaf [D, ...], read from the first local device alone."""
     return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0, ...], tree)
 
 
@@ -202,19 +207,21 @@ def assert_replicated(tree: Tree) -> None:
         first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
         different = [d for d, bits in enumerate(others, start=1) if bits != first]
         if different:
-            raise AssertionError(f"{jax.tree_util.keystr(path)} differs between device 0 and devices {different}")
+            raise AssertionError(
+                f"{jax.tree_util.keystr(path)} differs between device 0 and devices {different}"
+            )
 
 
 def enable_compile_cache(directory: str | Path) -> Path:
-    """Keep compiled programs under `directory`, so that the next run starts sooner; returns the folder in use.
+    """Keep compiled programs in a folder under `directory` for the next run; returns that folder.
 
-    Call it before the first compilation. The folder's name holds the jax version and the CPU model, because a home
-    directory may be shared by machines that cannot run each other's code. Raises OSError if it cannot be created.
+    Call it before the first compilation. The folder is named by jax version and CPU model, because a home
+    directory may be shared by machines that cannot run each other's code. OSError if it cannot be made.
     """
     cpuinfo = Path("/proc/cpuinfo")
     cpu = cpuinfo.read_text() if cpuinfo.exists() else host.processor()
-    features = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", cpu, re.MULTILINE))) or [cpu]
-    key = hashlib.sha256("\n".join(features).encode()).hexdigest()[:8]
+    model = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", cpu, re.MULTILINE)))
+    key = hashlib.sha256("\n".join(model or [cpu]).encode()).hexdigest()[:8]
     folder = Path(directory) / f"jax{jax.__version__}-{host.machine()}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))

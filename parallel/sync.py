@@ -20,7 +20,9 @@ def pmean_complex_safe(tree: Tree, axis_name: str = AXIS) -> Tree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     if wrong := {str(x.dtype) for x in leaves if not jnp.issubdtype(x.dtype, jnp.inexact)}:
-        raise TypeError(f"the mean over devices is defined for float and complex arrays, not {', '.join(sorted(wrong))}")
+        raise TypeError(
+            f"the mean over devices is defined for float and complex arrays, not {', '.join(sorted(wrong))}"
+        )
     parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves]
     means = jax.lax.pmean(parts, axis_name)
     return treedef.unflatten([jax.lax.complex(*mean) if len(mean) == 2 else mean[0] for mean in means])
@@ -29,7 +31,7 @@ def pmean_complex_safe(tree: Tree, axis_name: str = AXIS) -> Tree:
 def conjugate(tree: Tree) -> Tree:
     """Conjugate the complex leaves: gradients as jax.grad returns them -> directions of steepest ascent.
 
-    For a real loss L of z = x + iy, jax.grad gives dL/dx - i dL/dy; a descent step is z - lr (dL/dx + i dL/dy).
+    For a real loss L of z = x + iy, jax.grad gives dL/dx - i dL/dy; descent goes along -(dL/dx + i dL/dy).
     """
     return jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, tree)
 

@@ -1,0 +1,124 @@
+"""One checkpoint on disk: a folder with an orbax Composite and the digest of every file.
+
+    state/          the arrays, by path: "params/block_0/kernel"
+    record/         JSON: what the caller wants to keep, and the shape, dtype and sha256 of each array
+    files.json      sha256 of each of the other files
+
+The digests of the files find damage before orbax reads it: its own errors come late and with noise, and
+flipped bytes are no error to it at all. The digests of the arrays prove that what comes out is what went in.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from cssm.config import UserError
+
+Tree = Any
+Leaves = dict[str, np.ndarray]
+FILES = "files.json"
+
+
+class DamagedError(Exception):
+    """The folder does not hold what was written."""
+
+
+def by_path(tree: Tree) -> dict[str, Any]:
+    """Leaves by path, in the order of the tree: {"opt_state/0/count": leaf, "params/w": leaf}.
+
+    Raises ValueError if two leaves share a path, which a key with a slash could cause.
+    """
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in named}
+    if len(leaves) != len(named):
+        raise ValueError("two leaves of the state have the same path, because a key holds a slash")
+    return leaves
+
+
+def host_copies(state: Tree) -> Leaves:
+    """The arrays by path, safe from what the caller does to them next; TypeError for what is not numeric."""
+    leaves = {name: np.asarray(leaf) for name, leaf in by_path(state).items()}
+    if wrong := [name for name, leaf in leaves.items() if leaf.dtype.kind in "OSUMm"]:
+        raise TypeError(f"{wrong[0]} is of dtype {leaves[wrong[0]].dtype}: a checkpoint holds numbers")
+    # A read-only array is JAX's view of a device buffer: a donation of the buffer leaves it intact.
+    return {name: leaf.copy() if leaf.flags.writeable else leaf for name, leaf in leaves.items()}
+
+
+def array_record(leaf: np.ndarray) -> dict[str, Any]:
+    """Shape, dtype, and the sha256 of both and of the bytes."""
+    content = f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
+    return {
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: dict[str, Any]) -> None:
+    """Write the folder and read it back. record["arrays"] holds `array_record` of each leaf.
+
+    Raises DamagedError if what is read differs; OSError, or orbax's ValueError, if it cannot be written.
+    """
+    # orbax refuses arrays without elements: the record says all there is to know about them.
+    state = {name: leaf for name, leaf in leaves.items() if leaf.size}
+    args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
+    checkpointer.save(folder, args=args)
+    (folder / FILES).write_text(json.dumps(_file_digests(folder)))
+    read_arrays(checkpointer, folder, record["arrays"])
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The JSON record, as it is on disk: `check_files` tells whether it is intact."""
+    return json.loads((folder / "record" / "metadata").read_text())
+
+
+def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, Any]) -> Leaves:
+    """Read the arrays that the record tells of. Raises DamagedError if one is not what was saved."""
+    stored = [name for name, entry in arrays.items() if 0 not in entry["shape"]]
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+    args = ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy))
+    restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
+    empty = {
+        name: np.zeros(entry["shape"], entry["dtype"])
+        for name, entry in arrays.items()
+        if 0 in entry["shape"]
+    }
+    leaves = {**restored, **empty}
+    if wrong := [name for name, entry in arrays.items() if array_record(leaves[name]) != entry]:
+        raise DamagedError(f"{wrong[0]} is not what was saved")
+    return leaves
+
+
+def check_files(folder: Path) -> None:
+    """Raise DamagedError if a file of the folder is missing, added or changed."""
+    try:
+        expected = json.loads((folder / FILES).read_text())
+    except (FileNotFoundError, ValueError) as error:
+        raise DamagedError(f"{FILES} cannot be read") from error
+    found = _file_digests(folder)
+    if wrong := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
+        raise DamagedError(f"{wrong[0]} is not what was written")
+
+
+def check_model(folder: Path, arrays: dict[str, Any], target: dict[str, Any]) -> None:
+    """Raise UserError, naming the first array, if the target by path has others than the record tells of."""
+    here = {name: (tuple(np.shape(leaf)), str(np.result_type(leaf))) for name, leaf in target.items()}
+    there = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in arrays.items()}
+    # Parameters first: they say more about what differs than the optimizer state that mirrors them.
+    for name in sorted({*here, *there}, key=lambda name: (not name.startswith("params/"), name)):
+        if here.get(name) != there.get(name):
+            a, b = (" ".join(map(str, side[name])) if name in side else "missing" for side in (there, here))
+            raise UserError(
+                f"the checkpoint {folder} is of another model: {name} is {a} there and {b} here; "
+                "use the settings it was trained with, or start another run"
+            )
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
