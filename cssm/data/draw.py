@@ -1,0 +1,153 @@
+"""Integer building blocks of procedural images: a counter-based hash, chains of bars, distances, rendering.
+
+Everything is integer arithmetic, so that a result is the same to the bit on every machine. Lengths and positions are in
+units of 1/64 px, headings in whole degrees; the centre of pixel (row, column) is at y = 64 row, x = 64 column.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+
+UNIT = 64  # steps to a pixel
+TRIG_BITS = 14
+# math.cos may differ in its last bit between machines; no entry is near enough to a rounding boundary to change (tested).
+COS = np.array([round(2**TRIG_BITS * math.cos(math.radians(d))) for d in range(360)], np.int32)
+SIN = np.roll(COS, 90)
+TURN_BITS = 12
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): uint64 -> uint64, a bijection."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def fold(keys: np.ndarray, word: int | np.ndarray) -> np.ndarray:
+    """Keys of the sub-streams called `word`: uint64 [...] and a non-negative int (below 2**64), or an array of them."""
+    words = np.atleast_1d(np.asarray(word, np.uint64))  # arrays wrap silently where scalars warn
+    return mix(keys ^ mix((words + np.uint64(1)) * np.uint64(_GOLDEN)))
+
+
+def bits(keys: np.ndarray, stream: int, count: int) -> np.ndarray:
+    """`count` independent words a key: uint64 [M] -> uint64 [M, count]."""
+    return fold(fold(keys, stream)[:, None], np.arange(count, dtype=np.uint64))
+
+
+def below(words: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
+    """uint64 words -> int32 uniform in 0 .. limit-1, limit below 2**31."""
+    return (((words >> np.uint64(32)) * np.asarray(limit, np.uint64)) >> np.uint64(32)).astype(np.int32)
+
+
+@cache
+def turn_table(max_turn: int) -> np.ndarray:
+    """int32 [4096]: the inverse of the distribution of a turn d in whole degrees, cos(90 d / max_turn)**2."""
+    weights = [
+        round(2**20 * math.cos(math.pi / 2 * d / max_turn) ** 2) for d in range(-max_turn, max_turn + 1)
+    ]
+    levels = (2 * np.arange(2**TURN_BITS) + 1) * sum(weights)
+    return (np.searchsorted(np.cumsum(weights) * 2 ** (TURN_BITS + 1), levels) - max_turn).astype(np.int32)
+
+
+def turns(keys: np.ndarray, stream: int, count: int, max_turn: int) -> np.ndarray:
+    """Random turns: uint64 [M] -> int32 [M, count] degrees."""
+    words = bits(keys, stream, -(-count // 5))  # five draws of 12 bits from a word
+    shifts = np.arange(5, dtype=np.uint64) * np.uint64(TURN_BITS)
+    draws = (words[:, :, None] >> shifts) & np.uint64(2**TURN_BITS - 1)
+    return turn_table(max_turn)[draws.reshape(len(keys), 5 * words.shape[1])[:, :count].astype(np.intp)]
+
+
+def along(heading: np.ndarray, length: int) -> np.ndarray:
+    """The vector of `length` units at `heading` degrees (0 .. 359): int32 [...] -> int32 [2, ...] (x, y)."""
+    half = 1 << (TRIG_BITS - 1)
+    return np.stack([(length * table.take(heading) + half) >> TRIG_BITS for table in (COS, SIN)])
+
+
+def chain(start: np.ndarray, headings: np.ndarray, pitch: int) -> np.ndarray:
+    """Points every half pitch along a chain of straight steps.
+
+    start int32 [2, M], headings int32 [M, n] (0 .. 359) -> int32 [2, M, 2n + 1]; even points are joints, odd ones middles.
+    """
+    steps = along(headings, pitch // 2)
+    steps = np.repeat(steps, 2, axis=2)
+    return np.concatenate(
+        [start[:, :, None], start[:, :, None] + np.cumsum(steps, axis=2, dtype=np.int32)], axis=2
+    )
+
+
+def clear(a: np.ndarray, b: np.ndarray, distance: int) -> np.ndarray:
+    """Whether all points of a keep `distance` from all points of b: int32 [2, M, p] and [2, M, q] -> bool [M]."""
+    nearest = np.full(a.shape[1:], np.iinfo(np.int32).max, np.int32)
+    for j in range(b.shape[2]):
+        np.minimum(nearest, _squared(a[0] - b[0, :, j, None], a[1] - b[1, :, j, None]), out=nearest)
+    return (nearest >= distance**2).all(1)
+
+
+def self_clear(a: np.ndarray, distance: int, skip: int) -> np.ndarray:
+    """Whether points of a chain more than `skip` apart along it keep `distance`: int32 [2, M, p] -> bool [M]."""
+    good = np.ones(a.shape[1], bool)
+    for lag in range(skip + 1, a.shape[2]):
+        good &= (_squared(*(a[:, :, lag:] - a[:, :, :-lag])) >= distance**2).all(1)
+    return good
+
+
+def apart(a: np.ndarray, b: np.ndarray, distance: int) -> np.ndarray:
+    """Whether two points keep `distance`: int32 [2, M] twice -> bool [M]."""
+    return _squared(*(a - b)) >= distance**2
+
+
+def _squared(dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    return dx * dx + dy * dy  # below 2**31 up to 500 px
+
+
+class Canvas:
+    """uint8 images [M, size, size] drawn on by maximum; shapes are anti-aliased and may reach over the edge."""
+
+    def __init__(self, count: int, size: int, reach: int) -> None:
+        """`reach`: the radius in px of the largest shape."""
+        self._size, self._margin = size, reach + 2
+        self._side = size + 2 * self._margin
+        self._pixels = np.zeros(count * self._side**2, np.uint8)
+        self._first = np.arange(count, dtype=np.int32) * self._side**2
+
+    def bars(self, centre: np.ndarray, heading: np.ndarray, length: int, thickness: int, level: int) -> None:
+        """One bar an image: centre int32 [2, M], heading int32 [M]."""
+        dx, dy, at = self._patch(centre, (length + thickness) // 2)
+        cos, sin = (table.take(heading)[:, None, None] for table in (COS, SIN))
+        u = np.abs((dx * cos + dy * sin) >> TRIG_BITS)
+        v = np.abs((dy * cos - dx * sin) >> TRIG_BITS)
+        inside = np.clip((UNIT + length) // 2 - u, 0, UNIT) * np.clip((UNIT + thickness) // 2 - v, 0, UNIT)
+        self._draw(at, inside * level // UNIT**2)
+
+    def discs(self, centre: np.ndarray, radius: int, level: int) -> None:
+        """One disc an image: centre int32 [2, M]."""
+        dx, dy, at = self._patch(centre, radius)
+        # IEEE 754 prescribes every bit of a square root, so that this float is exact
+        distance = np.sqrt((dx * dx + dy * dy).astype(np.float64)).astype(np.int32)
+        self._draw(at, np.clip(UNIT // 2 + radius - distance, 0, UNIT) * level // UNIT)
+
+    def images(self) -> np.ndarray:
+        """uint8 [M, size, size, 1], contiguous."""
+        inner = slice(self._margin, self._margin + self._size)
+        square = self._pixels.reshape(-1, self._side, self._side)
+        return np.ascontiguousarray(square[:, inner, inner])[..., None]
+
+    def _patch(self, centre: np.ndarray, radius: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Offsets x [M, 1, p] and y [M, p, 1] of the pixels around `centre`, and their flat positions [M, p, p]."""
+        reach = -(-radius // UNIT) + 1
+        offsets = np.arange(-reach, reach + 1, dtype=np.int32)
+        pixel = (centre + UNIT // 2) // UNIT
+        x, y = pixel[0][:, None] + offsets, pixel[1][:, None] + offsets
+        rows = self._first[:, None] + (y + self._margin) * self._side
+        at = rows[:, :, None] + (x + self._margin)[:, None, :]
+        dx = x * UNIT - centre[0][:, None]
+        dy = y * UNIT - centre[1][:, None]
+        return dx[:, None, :], dy[:, :, None], at
+
+    def _draw(self, at: np.ndarray, values: np.ndarray) -> None:
+        self._pixels[at] = np.maximum(self._pixels[at], values.astype(np.uint8))

@@ -1,0 +1,236 @@
+"""Pathfinder: do the two discs sit at the ends of one contour (label 1) or of two (label 0)?
+
+After Linsley et al. 2018 (arXiv:1805.08315), drawn anew from (seed, split, index), without files to download. It differs from the
+published images in that marker distance, position and the line ends at the markers have the same distribution in both
+classes (scenes.py says how); in the published ones a rule on marker distance alone finds up to 86% of the labels.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from cssm.config import Config, UserError
+from cssm.data.draw import UNIT, Canvas, along, fold
+from cssm.data.records import ArraySource, cached_arrays
+from cssm.data.scenes import Scenes, Shape, grow
+
+VERSION = 1  # of the generator: raise it whenever an image changes
+DATA_SEED = 2018  # of the images, not of the run: every --seed trains on the same ones and shares their cache
+SPLITS = ("train", "val", "test")  # hashed into every image: no two splits have an image in common
+NUM_IMAGES = {  # unless --max_train_examples or --max_eval_examples ask for fewer
+    "easy": {"train": 20_000, "val": 2_000, "test": 2_000},
+    "6": {"train": 50_000, "val": 5_000, "test": 5_000},
+    "9": {"train": 100_000, "val": 5_000, "test": 5_000},
+    "14": {"train": 100_000, "val": 5_000, "test": 5_000},
+    "20": {"train": 100_000, "val": 5_000, "test": 5_000},
+    "25": {"train": 100_000, "val": 5_000, "test": 5_000},
+}
+BLOCK = 100  # consecutive images that hold exactly half of each class
+CHUNK = 512  # images drawn at once: bounds memory, changes no image
+SCENE, LABEL = 0, 1  # streams of random numbers
+
+
+@dataclass(frozen=True)
+class PathfinderSpec:
+    """Everything that decides the images. Lengths in px, each a multiple of 1/64; angles in degrees."""
+
+    difficulty: str
+    image_size: int
+    paddles: int  # in each of the two contours
+    length: float  # of a paddle
+    gap: float  # between paddles of one contour
+    thickness: float
+    max_turn: int  # from a paddle to the next
+    clearance: float  # between the centre lines of different contours
+    marker_radius: float
+    shared: int  # paddles at each marker that are alike in both classes
+    distractors: int
+    distractor_paddles: int
+    contour_level: int = 180  # grey levels
+    marker_level: int = 255
+    version: int = VERSION
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits that change with any field."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+# The sizes at which each difficulty was designed; spec() scales to others.
+SPECS = (
+    #              difficulty size paddles length gap thick turn clear radius shared distractors of
+    PathfinderSpec("easy", 32, 4, 4.5, 0.0, 2.0, 75, 5.0, 1.5, 1, 0, 0),
+    PathfinderSpec("6", 64, 6, 5.0, 2.0, 1.5, 50, 7.0, 2.5, 2, 4, 2),
+    PathfinderSpec("9", 64, 9, 4.0, 1.5, 1.5, 50, 6.0, 2.5, 2, 5, 3),
+    PathfinderSpec("14", 128, 14, 5.0, 2.5, 1.5, 50, 8.0, 3.0, 2, 8, 4),
+    PathfinderSpec("20", 128, 20, 5.0, 2.0, 1.5, 50, 7.0, 3.0, 2, 8, 6),
+    PathfinderSpec("25", 128, 25, 4.5, 1.5, 1.5, 50, 6.0, 3.0, 2, 6, 8),
+)
+DIFFICULTIES = tuple(dict.fromkeys(row.difficulty for row in SPECS))
+LEAST = {
+    "length": 3.0,
+    "gap": 1.0,
+    "thickness": 1.0,
+    "clearance": 4.0,
+    "marker_radius": 1.5,
+}  # px that can be seen
+LARGEST_SIZE = 448  # squared distances stay below 2**31
+
+
+def spec(difficulty: str, image_size: int) -> PathfinderSpec:
+    """The parameters of a difficulty (easy, or the number of paddles: 6, 9, 14, 20, 25) on a canvas of image_size px.
+
+    A size without a row in SPECS takes the row nearest in size and scales every length with it, rounded to 1/4 px: the same
+    scenes, drawn finer or coarser. Raises UserError for a size at which they could not be seen.
+    """
+    rows = [row for row in SPECS if row.difficulty == difficulty]
+    if not rows:
+        raise UserError(f"--pathfinder_difficulty {difficulty}: there is {', '.join(DIFFICULTIES)}")
+    found = _scaled(rows, image_size)
+    if found is None:
+        smallest = next(size for size in range(1, LARGEST_SIZE) if _scaled(rows, size))
+        raise UserError(
+            f"--image_size {image_size}: Pathfinder {difficulty} can be drawn from {smallest} to {LARGEST_SIZE} px, "
+            f"type --image_size {rows[0].image_size}"
+        )
+    return found
+
+
+def _scaled(rows: list[PathfinderSpec], size: int) -> PathfinderSpec | None:
+    """The nearest row at another size; None where its lengths fall under LEAST (a gap of 0 stays 0)."""
+    row = min(rows, key=lambda row: max(row.image_size, size) / max(1, min(row.image_size, size)))
+    if size != row.image_size:
+        lengths = {name: round(4 * getattr(row, name) * size / row.image_size) / 4 for name in LEAST}
+        row = replace(row, image_size=size, **lengths)
+    seen = all(getattr(row, name) >= least for name, least in LEAST.items() if name != "gap" or rows[0].gap)
+    return row if seen and size <= LARGEST_SIZE else None
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where everything is, to check labels against. Positions (x, y) in px from the centre of the top left pixel."""
+
+    contours: np.ndarray  # float64 [n, 2, paddles + 1, 2]: joints of both contours
+    distractors: np.ndarray  # float64 [n, distractors, distractor_paddles + 1, 2]
+    markers: np.ndarray  # float64 [n, 2, 2]: centres of the discs
+    marker_contours: np.ndarray  # int32 [n, 2]: the contour that each disc is an end of
+    attempts: np.ndarray  # int64 [n]: proposals until the scene was found
+
+
+def generate(
+    spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, Geometry]:
+    """The images with some indices: uint8 [n, S, S, 1], labels int32 [n], and their Geometry.
+
+    An image depends on (spec, seed, split, its index) alone, to the bit, on every machine: not on the other indices.
+    seed: 0 .. 2**64 - 1; split: train, val or test; indices: int64 [n], not negative.
+    """
+    starts = range(0, max(len(indices), 1), CHUNK)
+    images, labels, parts = zip(
+        *(_chunk(spec, seed, split, indices[i : i + CHUNK]) for i in starts), strict=True
+    )
+    geometry = Geometry(
+        *(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Geometry))
+    )
+    return np.concatenate(images), np.concatenate(labels), geometry
+
+
+def _chunk(
+    spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, Geometry]:
+    stream = fold(fold(np.array([spec.version], np.uint64), seed), SPLITS.index(split))
+    scenes = grow(_shape(spec), fold(fold(stream, SCENE), indices.astype(np.uint64)))
+    labels = _labels(fold(stream, LABEL), indices)
+    half_gap = round(spec.gap * UNIT) // 2
+    points, headings = scenes.points, scenes.headings
+    root = points[:, :, 0, 0] + along(headings[:, 0, 0], half_gap)
+    same = points[:, :, 0, -1] - along(headings[:, 0, -1], half_gap)
+    other = points[:, :, 1, 0] + along(headings[:, 1, 0], half_gap)
+    markers = np.stack([root, np.where(labels == 1, same, other)], 2)
+    geometry = Geometry(
+        contours=points[..., ::2].transpose(1, 2, 3, 0) / UNIT,
+        distractors=scenes.distractor_points[..., ::2].transpose(1, 2, 3, 0) / UNIT,
+        markers=markers.transpose(1, 2, 0) / UNIT,
+        marker_contours=np.stack([np.zeros_like(labels), 1 - labels], 1),
+        attempts=scenes.attempts,
+    )
+    return _render(spec, scenes, markers), labels, geometry
+
+
+def _shape(spec: PathfinderSpec) -> Shape:
+    def units(px: float) -> int:
+        return round(px * UNIT)
+
+    return Shape(
+        size=spec.image_size,
+        paddles=spec.paddles,
+        pitch=units(spec.length + spec.gap),
+        max_turn=spec.max_turn,
+        clearance=units(spec.clearance),
+        tip_clearance=units(max(spec.clearance, 2 * spec.marker_radius + 2)),
+        border=units(spec.marker_radius + 1.5),
+        shared=spec.shared,
+        distractors=spec.distractors,
+        distractor_paddles=spec.distractor_paddles,
+    )
+
+
+def _labels(stream: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """int32 [n]; in every block of BLOCK indices a hashed half is 1."""
+    blocks, place = np.unique(indices // BLOCK, return_inverse=True)
+    hashes = fold(fold(stream, blocks.astype(np.uint64))[:, None], np.arange(BLOCK, dtype=np.uint64))
+    rank = hashes.argsort(1, kind="stable").argsort(1, kind="stable")
+    return (rank[place, indices % BLOCK] < BLOCK // 2).astype(np.int32)
+
+
+def _render(spec: PathfinderSpec, scenes: Scenes, markers: np.ndarray) -> np.ndarray:
+    length, thickness, radius = (round(x * UNIT) for x in (spec.length, spec.thickness, spec.marker_radius))
+    reach = -(-max(length + thickness, 2 * radius) // (2 * UNIT)) + 1
+    canvas = Canvas(markers.shape[1], spec.image_size, reach)
+    for points, headings in (
+        (scenes.points, scenes.headings),
+        (scenes.distractor_points, scenes.distractor_headings),
+    ):
+        for contour, paddle in np.ndindex(headings.shape[1:]):
+            centre, heading = points[:, :, contour, 2 * paddle + 1], headings[:, contour, paddle]
+            canvas.bars(centre, heading, length, thickness, spec.contour_level)
+    for marker in range(2):
+        canvas.discs(markers[:, :, marker], radius, spec.marker_level)
+    return canvas.images()
+
+
+def pathfinder_source(
+    config: Config, split: str, progress: Callable[[int, int], None] | None = None
+) -> ArraySource:
+    """Pathfinder at config.pathfinder_difficulty and config.image_size, from the cache or generated into it.
+
+    Of the split's NUM_IMAGES no more are generated than config.max_train_examples or max_eval_examples ask for.
+    """
+    chosen = spec(config.pathfinder_difficulty, config.image_size)
+    limit = config.max_train_examples if split == "train" else config.max_eval_examples
+    size = NUM_IMAGES[chosen.difficulty][split]
+    n = size if limit is None else min(limit, size)
+    images, labels = cached_arrays(
+        Path(config.cache_dir)
+        / "pathfinder"
+        / f"v{chosen.version}-{chosen.digest}"
+        / f"{DATA_SEED}_{split}_{n}",
+        partial(_labelled, chosen, DATA_SEED, split),
+        n,
+        (chosen.image_size, chosen.image_size, 1),
+        num_workers=config.num_workers,
+        progress=progress,
+    )
+    return ArraySource(images, labels, num_classes=2)
+
+
+def _labelled(
+    spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    images, labels, _ = generate(spec, seed, split, indices)
+    return images, labels

@@ -1,0 +1,169 @@
+"""Arrays made once by worker processes, kept on disk, memory-mapped ever after."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from cssm.config import UserError
+
+CHUNK = 500  # examples that a worker makes at a time
+Maker = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class ArraySource:
+    """A Source of examples in memory or memory-mapped: images uint8 [n, H, W, C], labels int32 [n]."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
+        self._images, self._labels, self.num_classes = images, labels, num_classes
+        height, width, channels = images.shape[1:]
+        self.image_shape: tuple[int, int, int] = (height, width, channels)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n] -> copies: images uint8 [n, H, W, C], labels int32 [n]."""
+        return self._images[indices], self._labels[indices]
+
+
+def cached_arrays(
+    folder: Path,
+    make: Maker,
+    n: int,
+    image_shape: tuple[int, int, int],
+    *,
+    num_workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Examples 0 .. n-1 of `make`: images uint8 [n, *image_shape] (read-only, memory-mapped) and labels int32 [n].
+
+    `folder` names everything that decides them. If it holds them, intact by their SHA-256, nothing is made. Otherwise
+    `make(indices)` (picklable) runs in num_workers new processes (0: in this one), `progress(done, total)` is called as
+    chunks arrive, and the files are written elsewhere and moved into place whole: of two processes that make them at
+    once, the slower uses what the faster left. Raises UserError (exit 6) where the disk is full or not writable.
+    """
+    found = _load(folder, n, image_shape)
+    if found is None:
+        try:
+            _make(folder, make, n, image_shape, num_workers, progress)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                why = "the disk is full"
+            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                why = "it is not writable"
+            else:
+                raise
+            raise UserError(
+                f"cannot keep generated images in {folder.parent}: {why}; type --cache_dir with another folder",
+                exit_code=6,
+            ) from error
+        found = _load(folder, n, image_shape)
+    if found is None:
+        raise UserError(
+            f"{folder} cannot be read back as written: type --cache_dir with another folder", exit_code=6
+        )
+    return found
+
+
+def _make(
+    folder: Path,
+    make: Maker,
+    n: int,
+    image_shape: tuple[int, int, int],
+    num_workers: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".building", dir=folder.parent))
+    try:
+        labels = np.zeros(n, np.int32)
+        chunks = [np.arange(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
+        with _file(building / "images.npy", np.uint8, (n, *image_shape)) as file:
+            for chunk, (images, labels[chunk]) in zip(
+                chunks, _results(make, chunks, num_workers), strict=True
+            ):
+                file.write(np.ascontiguousarray(images).data)
+                if progress is not None:
+                    progress(int(chunk[-1]) + 1, n)
+        np.save(building / "labels.npy", labels)
+        digests = {name: _sha256(building / name) for name in ("images.npy", "labels.npy")}
+        (building / "index.json").write_text(json.dumps(digests))
+        _move(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> BinaryIO:
+    """A .npy file open for writing its content; not a memory map, which dies of SIGBUS where the disk is full."""
+    file = path.open("wb")
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file
+
+
+def _results(
+    make: Maker, chunks: list[np.ndarray], num_workers: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    if not num_workers:
+        yield from map(make, chunks)
+        return
+    # Started afresh: a fork of a process whose libraries run threads may hang.
+    context = multiprocessing.get_context("spawn")
+    ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)  # this process hears it and stops them
+    with ProcessPoolExecutor(min(num_workers, len(chunks)), context, signal.signal, ignore_ctrl_c) as pool:
+        try:
+            yield from pool.map(make, chunks)
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"one of {num_workers} worker processes that make images was ended from outside, perhaps for want of "
+                "memory: type --num_workers 0 to make them in this process"
+            ) from error
+
+
+def _move(building: Path, folder: Path) -> None:
+    """Put a finished folder in its place, unless another process has put an intact one there meanwhile."""
+    try:
+        building.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not _intact(folder):
+            folder.rename(building.with_suffix(".corrupt"))
+            shutil.rmtree(building.with_suffix(".corrupt"), ignore_errors=True)
+            building.rename(folder)
+
+
+def _load(folder: Path, n: int, image_shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """What a folder holds, or None where there is no folder or not what was written."""
+    if not folder.exists():
+        return None
+    if not _intact(folder):
+        print(f"{folder} is damaged; its images are made again", file=sys.stderr, flush=True)
+        return None
+    images, labels = np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy")
+    return (images, labels) if images.shape == (n, *image_shape) and labels.shape == (n,) else None
+
+
+def _intact(folder: Path) -> bool:
+    try:
+        expected = json.loads((folder / "index.json").read_text())
+        return all(_sha256(folder / name) == expected[name] for name in ("images.npy", "labels.npy"))
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
