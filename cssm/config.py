@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cssm import __version__, flags, recipes
+from cssm import __version__, flags, recipes, rules
 from cssm.flags import write_yaml
-from cssm.knobs import Knob, UserError, did_you_mean, knob, knobs_of, multiple
+from cssm.knobs import Knob, UserError, did_you_mean, knob, knobs_of
+from cssm.rules import warnings_for
 
 __all__ = [
     "ARCHS",
@@ -36,11 +37,8 @@ __all__ = [
 VERBS = ("train", "devices")
 ARCHS = ("simple", "vit", "baseline")
 CELLS_NAMES = ("hgru_bi", "gated")
-POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
-POSITIONS += ("spatiotemporal_legacy", "mrope")
-# Choices that depend on the architecture.
-STEMS = {"simple": ("conv", "pathtracker"), "vit": ("conv", "patch"), "baseline": ("conv", "patch")}
-ARCH_POSITIONS = {"simple": POSITIONS, "vit": POSITIONS, "baseline": ("none", "learnable")}
+_POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
+_POSITIONS += ("spatiotemporal_legacy", "mrope")
 
 _CELL = {"arch": ("simple", "vit")}
 _BLOCKS = {"arch": ("vit", "baseline")}
@@ -56,18 +54,19 @@ _report = partial(knob, group="reporting")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a run. After construction None means what the setting's `unset` says; a setting that does
-    not apply keeps its default. Sizes are in pixels or channels, lengths in optimizer steps or epochs.
+    """All settings of a run. None means what the setting's `unset` says; one that does not apply keeps its
+    default. Sizes are in pixels or channels, intervals in optimizer steps.
     """
 
     # fmt: off
     arch: str = _model("simple", "the trunk", choices=ARCHS)
-    cssm: str = _model("hgru_bi", "the cell: how space and time are mixed", choices=CELLS_NAMES, applies=_CELL)
+    cssm: str = _model("hgru_bi", "the cell, which mixes space and time", choices=CELLS_NAMES, applies=_CELL)
     preset: str = _model("nano", "the size; tiny, small and base have 12 blocks of 192, 384 and 768 channels",
         choices=tuple(recipes.PRESETS), applies=_BLOCKS)
     embed_dim: int | None = _model(None, "channels, an even number", bounds="[2,)", multiple_of=2)
     depth: int | None = _model(None, "number of blocks", bounds="[1,)")
-    mlp_ratio: float | None = _model(None, "width of a block's MLP over embed_dim", bounds="(0,)", applies=_BLOCKS)
+    mlp_ratio: float | None = _model(None, "width of a block's MLP over embed_dim", bounds="(0,)",
+        applies=_BLOCKS)
     num_heads: int | None = _model(None, "attention heads, a divisor of embed_dim", bounds="[1,)",
         applies={"arch": ("baseline",)})
     stem_mode: str = _model("conv", "how images become maps; pathtracker keeps the resolution (simple only), "
@@ -83,21 +82,21 @@ class Config:
         choices=("spatial", "spectral"), applies=_CELL)
     kernel_origin: str = _model("origin", "where the centre of a kernel lies; image_center shifts the map",
         choices=("origin", "image_center"), applies={**_CELL, "kernel_domain": ("spatial",)})
-    gate_type: str = _model("factored", "gates over space: a full map, or an outer product that fits any resolution",
+    gate_type: str = _model("factored", "gates: a value a frequency, or rows and columns (few parameters)",
         choices=("dense", "factored"), applies=_CELL)
-    readout_state: str = _model("xyz", "states that are read out", choices=("xyz", "xy", "xz", "yz", "x", "y", "z"),
-        applies={**_CELL, "cssm": ("hgru_bi",)})
+    readout_state: str = _model("xyz", "states that are read out", applies={**_CELL, "cssm": ("hgru_bi",)},
+        choices=("xyz", "xy", "xz", "yz", "x", "y", "z"))
     short_conv_size: int = _model(4, "taps of the short convolution over time, 0 for none", bounds="[0,)",
         applies={**_CELL, "cssm": ("gated",)})
-    short_conv_spatial_size: int = _model(3, "side of the short convolution over space, 0 for none", bounds="[0,)",
-        applies={**_CELL, "cssm": ("gated",)})
+    short_conv_spatial_size: int = _model(3, "side of the short convolution over space, 0 for none",
+        bounds="[0,)", applies={**_CELL, "cssm": ("gated",)})
     seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=_CELL)
-    pos_embed: str | None = _model(None, "position code; baseline takes none or learnable", choices=POSITIONS,
+    pos_embed: str | None = _model(None, "positions; baseline takes none or learnable", choices=_POSITIONS,
         aliases=("rope_mode",), unset="mrope for simple, else learnable")
     norm_type: str = _model("layer", "normalisation", choices=("layer", "batch"))
     pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
-    drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training", bounds="[0,1)",
-        applies=_BLOCKS)
+    drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training",
+        bounds="[0,1)", applies=_BLOCKS)
     layer_scale_init: float | None = _model(None, "first value of the factor on each branch", bounds="(0,)",
         applies=_BLOCKS)
 
@@ -116,8 +115,8 @@ class Config:
         unset="all")
 
     epochs: int | None = _optim(None, "passes over the training data", bounds="[1,)", aliases=("num_epochs",))
-    max_steps: int | None = _optim(None, "optimizer steps; given with epochs, whichever ends first", bounds="[1,)",
-        unset="by epochs")
+    max_steps: int | None = _optim(None, "optimizer steps; given with epochs, whichever ends first",
+        bounds="[1,)", unset="by epochs")
     lr: float | None = _optim(None, "peak learning rate", bounds="(0,)", aliases=("learning_rate",))
     warmup_steps: int | None = _optim(None, "steps until the learning rate is full", bounds="[0,)",
         unset="5% of the run")
@@ -125,15 +124,15 @@ class Config:
     schedule: str = _optim("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     weight_decay: float = _optim(1e-4, "decoupled weight decay of the matrices", bounds="[0,)")
     grad_clip: float = _optim(1.0, "highest norm of the gradient, 0 for no limit", bounds="[0,)",
-        aliases=("max_grad_norm",), resume="fixed")
+        aliases=("max_grad_norm",))
     optimizer: str = _optim("adamw", "the optimizer", choices=("adamw", "sgd"), resume="fixed")
     label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)")
-    ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none", bounds="[0,1)",
-        resume="fixed")
+    ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
+        bounds="[0,1)", resume="fixed")
     batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
         aliases=("per_device_train_batch_size",))
-    global_batch_size: int | None = _optim(None, "images per optimizer step over all devices; with batch_size it "
-        "gives grad_accum", bounds="[1,)", unset="batch_size x devices x grad_accum")
+    global_batch_size: int | None = _optim(None, "images per step; with batch_size it gives grad_accum",
+        bounds="[1,)", unset="batch_size x devices x grad_accum")
     grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
         aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
     seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,)", resume="fixed")
@@ -143,10 +142,12 @@ class Config:
     num_devices: int | None = _parallel(None, "use the first so many devices", bounds="[1,)", unset="all")
     platform: str = _parallel("auto", "kind of device", choices=("auto", "cpu", "gpu", "tpu"),
         aliases=("target_device",))
-    multi_gpu: str = _parallel("auto", "auto and dp use all devices, off the first", choices=("auto", "dp", "off"))
+    multi_gpu: str = _parallel("auto", "auto and dp use all devices, off the first",
+        choices=("auto", "dp", "off"))
 
     dtype: str = _precision("f32", "type of activations; parameters stay f32", choices=("f32", "bf16"))
-    remat: bool = _precision(False, "recompute activations in the backward pass to save memory", applies=_BLOCKS)
+    remat: bool = _precision(False, "recompute activations in the backward pass, to save memory",
+        applies=_BLOCKS)
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
         applies=_CELL)
     scan: str = _precision("auto", "how time is scanned", choices=("auto", "reference", "associative"),
@@ -159,12 +160,12 @@ class Config:
 
     checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
         resume="fresh")
-    run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="<time>_<arch>_<cssm>")
+    run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="TIME_ARCH_CSSM")
     save_every: int | None = _checkpoint(None, "steps between checkpoints", bounds="[1,)",
         aliases=("save_interval",), unset="at each evaluation")
-    max_checkpoints: int = _checkpoint(3, "newest checkpoints to keep, the best is kept as well", bounds="[2,)")
-    resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path", resume="fresh",
-        unset="start a new run")
+    max_checkpoints: int = _checkpoint(3, "newest checkpoints to keep, besides the best", bounds="[2,)")
+    resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path",
+        resume="fresh", unset="start a new run")
 
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
@@ -179,9 +180,9 @@ class Config:
         for name, setting in KNOBS.items():
             object.__setattr__(self, name, setting.coerce(getattr(self, name), f"--{name}"))
         for name, value in _recipe(self).items():
-            if getattr(self, name) is None and _unmet(self, KNOBS[name]) is None:
+            if getattr(self, name) is None and KNOBS[name].unmet(self) is None:
                 object.__setattr__(self, name, value)
-        _check(self)
+        rules.check(self, KNOBS)
 
 
 KNOBS: dict[str, Knob] = knobs_of(Config)
@@ -207,78 +208,6 @@ def _recipe(config: Config) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in decided}
 
 
-def _unmet(config: Config, setting: Knob) -> str | None:
-    """The setting because of which this one has no meaning, or None."""
-    return next(
-        (name for name, values in setting.applies.items() if getattr(config, name) not in values), None
-    )
-
-
-def _check(config: Config) -> None:
-    for name, setting in KNOBS.items():
-        value, cause = getattr(config, name), _unmet(config, setting)
-        if cause and value != setting.default:
-            given = f"--{name}" if setting.type is bool else f"--{name} {value}"
-            raise UserError(
-                f"{given} does not apply with --{cause} {getattr(config, cause)}: "
-                f"it needs --{cause} {' or '.join(setting.applies[cause])}"
-            )
-    for name, allowed in (("stem_mode", STEMS), ("pos_embed", ARCH_POSITIONS)):
-        value, choices = getattr(config, name), allowed[config.arch]
-        if value not in choices:
-            raise UserError(f"--{name} {value} is not for --arch {config.arch}: type {' or '.join(choices)}")
-    if config.num_heads and config.embed_dim and config.embed_dim % config.num_heads:
-        divisors = [n for n in range(1, config.embed_dim + 1) if config.embed_dim % n == 0]
-        best = sorted(sorted(divisors, key=lambda n: abs(n - (config.num_heads or 1)))[:2])
-        raise UserError(
-            f"--num_heads {config.num_heads} does not divide embed_dim {config.embed_dim}: "
-            f"type {' or '.join(map(str, best))}"
-        )
-    if config.warmup_steps is not None and config.warmup_epochs is not None:
-        raise UserError("--warmup_steps and --warmup_epochs both set the warm-up: give one of the two")
-    if config.gpus and not all(index.strip().isdecimal() for index in config.gpus.split(",")):
-        raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
-    _check_image(config)
-
-
-def _check_image(config: Config) -> None:
-    size, (stride, cause) = config.image_size or 0, _stride(config)
-    if size < stride:
-        raise UserError(
-            f"--image_size {size} is smaller than the stride of the stem, {stride} ({cause}): "
-            f"type --image_size {stride} or more, or a smaller {cause.split()[0]}"
-        )
-    if config.stem_mode == "patch" and size % stride:
-        raise UserError(
-            f"--image_size {size} does not split into patches of {stride}: must be {multiple(stride, size)}"
-        )
-
-
-def _stride(config: Config) -> tuple[int, str]:
-    """Image pixels to a side of one map cell, and the setting that says so."""
-    if config.stem_mode == "pathtracker":
-        return 1, "--stem_mode pathtracker"
-    if config.stem_mode == "patch":
-        return config.patch_size, f"--patch_size {config.patch_size}"
-    if config.arch == "simple":
-        return 2**config.stem_layers, f"--stem_layers {config.stem_layers}"
-    return config.stem_stride or 1, f"--stem_stride {config.stem_stride}"
-
-
-def warnings_for(config: Config) -> list[str]:
-    """What is allowed but probably not meant, one sentence each."""
-    side = -(-(config.image_size or 0) // _stride(config)[0])
-    if (
-        _unmet(config, KNOBS["kernel_size"])
-        or config.kernel_domain == "spectral"
-        or config.kernel_size <= side
-    ):
-        return []
-    return [
-        f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map: the kernel is cropped to it"
-    ]
-
-
 def _known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
     """The values that are given, in their types. Raises UserError for a name that no setting has."""
     if unknown := [name for name in values if name not in KNOBS]:
@@ -288,8 +217,8 @@ def _known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
 
 
 def _settle(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, Any]:
-    """Typed over file. What is typed also replaces the file's other ways of saying the same: epochs and max_steps,
-    the two warm-ups, and of batch_size, grad_accum and global_batch_size those that the typed ones determine.
+    """Typed over file. What is typed also replaces the file's other ways of saying the same: epochs and
+    max_steps, the two warm-ups, and of the three batch settings those that the typed ones determine.
     """
     typed, kept = _known(typed), _known(from_file, "")
     parts = {"batch_size", "grad_accum"}
@@ -305,16 +234,16 @@ def resolve(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> Config:
 
 
 def applicable(config: Config) -> dict[str, Any]:
-    """The settings that apply, None included. Written as config.yaml and fed back, they give the same Config."""
-    return {name: getattr(config, name) for name, setting in KNOBS.items() if _unmet(config, setting) is None}
+    """The settings that apply, None included. Written to a file and fed back they give the same Config."""
+    return {name: getattr(config, name) for name, setting in KNOBS.items() if setting.unmet(config) is None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A command line as read: the verb, the configuration, and what was given by flag or file (typed over file).
+    """A command line as read: the verb, the configuration, and what was given by flag or file, flags first.
 
-    With --resume the model is the saved run's, so that `config` holds the settings of the invocation only; the
-    whole follows from resume_config(saved, typed), or resolve(typed, {}) when there is nothing to resume.
+    With --resume the model is the saved run's: `config` then holds the settings of the invocation only. The
+    whole follows from resume_config(saved, typed), or from resolve(typed, {}) if there is nothing to resume.
     """
 
     verb: str
@@ -340,8 +269,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def resume_record(config: Config, effective_batch: int, grad_accum: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration, for resume_config. The batch is kept as the total, so that a
-    run that goes on with another number of devices takes the same steps.
+    """What a checkpoint keeps of its configuration, for resume_config. The batch is kept as the total, so
+    that a run that goes on with another number of devices takes the same steps.
     """
     batch = {"batch_size": None, "global_batch_size": effective_batch, "grad_accum": grad_accum}
     return applicable(config) | batch
@@ -350,8 +279,8 @@ def resume_record(config: Config, effective_batch: int, grad_accum: int) -> dict
 def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """The configuration with which a saved run goes on, and the changes: `lr: was 0.003, now 0.001`.
 
-    saved: from resume_record. typed: Parsed.typed. The settings of the invocation (devices, workers, output) come
-    from typed alone. Raises UserError when a setting that must stay, such as one of the model's, is typed anew.
+    saved: from resume_record. typed: Parsed.typed. The settings of the invocation (devices, workers, output)
+    come from typed alone. Raises UserError where typed changes one that must stay, such as the model's.
     """
     typed = _known(typed)
     record = {name: value for name, value in _known(saved, "").items() if KNOBS[name].resume != "fresh"}
@@ -359,7 +288,7 @@ def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[C
     for name, value in typed.items():
         if KNOBS[name].resume == "fixed" and value != getattr(before, name):
             raise UserError(
-                f"--{name} {value}: the run to resume has {name} {getattr(before, name)}, which cannot change; "
+                f"--{name} {value}: the run to resume has {getattr(before, name)}, which cannot change; "
                 f"leave --{name} out, or start a new run without --resume"
             )
     after = resolve(typed, record)

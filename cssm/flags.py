@@ -1,8 +1,7 @@
 """Text to settings: the command line, YAML files, and the help text.
 
-The command line is read by a loop of its own rather than by argparse: a flag's value may itself begin with dashes
-(--xla_flags --xla_dump_to=x), every name has a hyphen spelling, aliases stay out of the help text's first column,
-and every error is one sentence.
+The command line is read by a loop of its own, not by argparse: a value may itself begin with dashes
+(--xla_flags --xla_dump_to=x), names have hyphen spellings, and every error is one sentence.
 """
 
 import dataclasses
@@ -106,7 +105,7 @@ def _names(knobs: Knobs) -> list[str]:
 
 
 def _find(name: str, knobs: Knobs, label: str, kind: str) -> tuple[Knob, Any]:
-    """The setting that a name means, and its value where the name alone says it. `label` is what was written."""
+    """The setting that a name means, and its value where the name alone says it; `label` is as written."""
     if name in SHORTHANDS:
         setting, value = SHORTHANDS[name]
         return knobs[setting], value
@@ -131,8 +130,8 @@ def _checked(knob: Knob, value: Any, label: str) -> Any:
 def read_yaml(path: str | Path, knobs: Knobs) -> dict[str, Any]:
     """The settings of a YAML 1.2 file, flat or in sections one level deep. A null leaves its setting unset.
 
-    Values keep the text they have in the file until their setting's type is known, so that `lr: 1e-3` is a number
-    and `run_name: 007` stays as it is. Errors name the file and the line.
+    Values keep their text until their setting's type is known, so `lr: 1e-3` is a number and `run_name: 007`
+    stays as it is. Errors name the file and the line.
     """
     found: dict[str, Any] = {}
     for key, value, line in _entries(path):
@@ -199,8 +198,9 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         f"usage: python main.py [{'|'.join(verbs)}] [flags]      (installed: cssm ...)",
         "",
         "Train CSSM vision models, on every visible device unless told otherwise. No verb means train.",
-        "A typed flag wins over --config, which wins over the preset and the defaults. Of a repeated flag the last",
-        "wins. Hyphens may stand for underscores. --remat is switched off by --no_remat, likewise the other switches.",
+        "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
+        "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",
+        "By recipe: chosen to fit the architecture, the preset and the data; a run's config.yaml holds it.",
     ]
     group = ""
     for knob in knobs.values():
@@ -227,6 +227,8 @@ def _help_entry(knob: Knob) -> list[str]:
         else str(knob.default).replace("False", "off").replace("True", "on")
     )
     notes = [f"default: {default}"]
+    if knob.default is True:
+        notes.append(f"off as --no_{knob.name}")
     if knob.applies:
         notes.append("with " + " and ".join(f"--{k} {' or '.join(v)}" for k, v in knob.applies.items()))
     if knob.aliases:
@@ -236,5 +238,5 @@ def _help_entry(knob: Knob) -> list[str]:
 
 
 def _columns(left: str, right: str) -> list[str]:
-    first, *rest = textwrap.wrap(right, 80)
+    first, *rest = textwrap.wrap(right, 70)
     return [f"  {left:<29} {first}", *(f"{'':32}{line}" for line in rest)]

@@ -1,4 +1,4 @@
-"""What a knob is: one setting, with its type, range, names and where it applies; and how a raw value is checked.
+"""What a knob is: one setting, with its type, range, names and where it applies; and how a value is checked.
 
 config.py declares the settings, flags.py reads them from the command line and from YAML.
 """
@@ -30,8 +30,8 @@ class Knob:
     applies: other knobs and the values under which this one has a meaning; all must hold.
     bounds: an interval such as "[0,1)"; an open end is left out, "[1,)".
     unset: what None stands for, in words.
-    resume: what becomes of it when a run goes on. "fixed": must not change; "kept": the saved value unless typed
-    anew; "fresh": belongs to the invocation, and is never taken from the saved run.
+    resume: what becomes of it when a run goes on. "fixed": must not change; "kept": the saved value unless
+    typed anew; "fresh": belongs to the invocation, and is never taken from the saved run.
     """
 
     name: str
@@ -64,6 +64,12 @@ class Knob:
         if self.multiple_of > 1 and result % self.multiple_of:
             raise UserError(f"{label} {value}: must be {multiple(self.multiple_of, result)}")
         return result
+
+    def unmet(self, settings: object) -> str | None:
+        """The setting among `settings` because of which this one has no meaning, or None."""
+        return next(
+            (name for name, values in self.applies.items() if getattr(settings, name) not in values), None
+        )
 
 
 def knob(default: Any, help: str, **properties: Any) -> Any:

@@ -1,0 +1,138 @@
+"""The command line: arguments to a Config, the verb it asks for, and an exit code for every way it can end.
+
+Nothing here imports jax before the arguments are known to be right and the environment is set.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import MutableMapping
+from typing import IO
+
+from cssm import __version__
+from cssm.config import Config, Parsed, UserError, parse_args
+
+BUG, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED = 1, 3, 6, 128, 130
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+# JAX calls an NVIDIA GPU cuda.
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line (sys.argv without the program's name unless given); returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        parsed = parse_args(argv)
+    except UserError as error:
+        return _failed(error, error.exit_code, str(error), debug="--debug" in argv)
+    config = parsed.config
+    set_environment(config, os.environ)
+    stream = keep_stdout() if config.headless else None
+    try:
+        if stream is None and not config.quiet:
+            print(_opening(config), flush=True)
+        return _run(parsed, stream)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the outermost door: every ending becomes an exit code
+        code, sentence = explain(error, config)
+        if stream is not None:
+            _send_error(stream, code, sentence)
+        return _failed(error, code, sentence, debug=config.debug or code == BUG)
+    finally:
+        if stream is not None:
+            stream.close()
+
+
+def _run(parsed: Parsed, stream: IO[str] | None) -> int:
+    if parsed.verb == "devices":
+        from cssm.train import devices
+
+        devices(parsed.config, json_stream=stream)
+    else:
+        from cssm.train import train
+
+        train(parsed.config, typed=parsed.typed, json_stream=stream)
+    return 0
+
+
+def _opening(config: Config) -> str:
+    """The first line on the screen, printed before jax, which takes a second or two, is loaded."""
+    model = config.arch if config.arch == "baseline" else f"{config.arch} {config.cssm}"
+    what = f"resume {config.resume}" if config.resume else f"{model} on {config.dataset}"
+    return f"cssm {__version__}: {what}; loading JAX ..."
+
+
+def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:
+    """Set what jax reads at import. --xla_flags go after the user's own XLA_FLAGS, as the last one wins."""
+    xla_flags = f"{environ.get('XLA_FLAGS', '')} {config.xla_flags or ''}".strip()
+    if xla_flags:
+        environ["XLA_FLAGS"] = xla_flags
+    else:
+        environ.pop("XLA_FLAGS", None)  # XLA aborts on a blank one
+    if config.platform != "auto":
+        environ["JAX_PLATFORMS"] = _PLATFORMS[config.platform]
+    if config.mem_fraction is not None:
+        # The second is the name in newer versions of jax.
+        environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = environ["XLA_CLIENT_MEM_FRACTION"] = str(
+            config.mem_fraction
+        )
+    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # NCCL's diagnostics listen on a fixed port, over which two jobs on one machine would collide.
+    environ.setdefault("NCCL_RAS_ENABLE", "0")
+
+
+def keep_stdout() -> IO[str]:
+    """A stream to where file descriptor 1 leads now; whatever is printed there from now on goes to stderr."""
+    sys.stdout.flush()
+    stream = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    return stream
+
+
+def explain(error: Exception, config: Config) -> tuple[int, str]:
+    """The exit code of an error, and the sentence that says what to do about it.
+
+    Errors that carry an `exit_code` are mistakes of the user's and say it themselves.
+    """
+    if isinstance(code := getattr(error, "exit_code", None), int):
+        return code, str(error)
+    if "RESOURCE_EXHAUSTED" in str(error) and type(error).__module__.startswith("jax"):
+        return OUT_OF_MEMORY, _memory_advice(config)
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+        where = f" {error.filename}" if error.filename else ""
+        return STORAGE, f"cannot write{where}: {error.strerror}; free it, or choose another --checkpoint_dir"
+    return BUG, f"this is a bug of the program, please report it: {type(error).__name__}: {error}"
+
+
+def _memory_advice(config: Config) -> str:
+    batch, accum = config.batch_size, 2 * (config.grad_accum or 1)
+    if config.resume:
+        given, ways = "", ["half the --batch_size"]
+    elif batch is None:
+        given, ways = f" with --global_batch_size {config.global_batch_size}", [f"--grad_accum {accum}"]
+    elif batch == 1:
+        given, ways = " with one image per device", []
+    else:
+        halves = "" if config.global_batch_size else f" --grad_accum {accum}"
+        given = f" with {batch} images per device"
+        ways = [f"--batch_size {batch // 2}{halves} (the same effective batch)"]
+    ways += ["--bf16"] if config.dtype == "f32" else []
+    ways += ["--remat"] if not config.remat and config.arch != "simple" else []
+    return f"the device ran out of memory{given}: type {', or '.join(ways or ['a smaller --embed_dim'])}"
+
+
+def _send_error(stream: IO[str], code: int, sentence: str) -> None:
+    from cssm.report.events import EventLog
+
+    EventLog(None, stream).write("error", {"exit_code": code, "message": sentence})
+
+
+def _failed(error: Exception, code: int, sentence: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    label = "" if code > SIGNALLED else "error: "  # to be stopped is no error
+    print(f"{label}{sentence}", file=sys.stderr, flush=True)
+    return code

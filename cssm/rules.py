@@ -1,0 +1,82 @@
+"""What settings must hold together, checked when a Config is made; what is allowed but worth a warning."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cssm.knobs import Knob, UserError, multiple
+
+if TYPE_CHECKING:
+    from cssm.config import Config
+
+# Choices that depend on the architecture; an architecture that is not named has them all.
+_BY_ARCH = {
+    "stem_mode": {"simple": ("conv", "pathtracker"), "vit": ("conv", "patch"), "baseline": ("conv", "patch")},
+    "pos_embed": {"baseline": ("none", "learnable")},
+}
+
+
+def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
+    """Raise UserError for settings that do not apply or do not fit together."""
+    for name, knob in knobs.items():
+        value, cause = getattr(config, name), knob.unmet(config)
+        if cause and value != knob.default:
+            given = f"--{name}" if knob.type is bool else f"--{name} {value}"
+            needed = " or ".join(knob.applies[cause])
+            chosen = getattr(config, cause)
+            raise UserError(f"{given} does not apply with --{cause} {chosen}: it needs --{cause} {needed}")
+    for name, choices in _BY_ARCH.items():
+        value, allowed = getattr(config, name), choices.get(config.arch)
+        if allowed and value not in allowed:
+            raise UserError(f"--{name} {value} is not for --arch {config.arch}: type {' or '.join(allowed)}")
+    if config.warmup_steps is not None and config.warmup_epochs is not None:
+        raise UserError("--warmup_steps and --warmup_epochs both set the warm-up: give one of the two")
+    if config.gpus and not all(index.strip().isdecimal() for index in config.gpus.split(",")):
+        raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
+    if config.xla_flags and not all(flag.startswith("--") for flag in config.xla_flags.split()):
+        raise UserError(f"--xla_flags {config.xla_flags}: each of them must begin with two dashes")
+    _check_heads(config.num_heads, config.embed_dim or 1)
+    _check_image(config)
+
+
+def _check_heads(heads: int | None, width: int) -> None:
+    if heads and width % heads:
+        divisors = [n for n in range(1, width + 1) if width % n == 0]
+        near = sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2])
+        raise UserError(
+            f"--num_heads {heads} does not divide embed_dim {width}: type {' or '.join(map(str, near))}"
+        )
+
+
+def _check_image(config: "Config") -> None:
+    size, (stride, cause) = config.image_size or 0, _stride(config)
+    if size < stride:
+        raise UserError(
+            f"--image_size {size} is smaller than the stride of the stem, {stride} (--{cause}): "
+            f"type --image_size {stride} or more, or a smaller --{cause}"
+        )
+    if config.stem_mode == "patch" and size % stride:
+        raise UserError(
+            f"--image_size {size} does not split into patches of {stride}: it must be "
+            f"{multiple(stride, size)}"
+        )
+
+
+def _stride(config: "Config") -> tuple[int, str]:
+    """Pixels of the image per cell of the map, along a side, and the setting that decides it."""
+    if config.stem_mode == "pathtracker":
+        return 1, "stem_mode"
+    if config.stem_mode == "patch":
+        return config.patch_size, "patch_size"
+    if config.arch == "simple":
+        return 2**config.stem_layers, "stem_layers"
+    return config.stem_stride or 1, "stem_stride"
+
+
+def warnings_for(config: "Config") -> list[str]:
+    """What is allowed but may not be meant, one sentence each."""
+    side = -(-(config.image_size or 0) // _stride(config)[0])
+    if config.arch == "baseline" or config.kernel_size <= side:
+        return []
+    return [
+        f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map, kernels are cropped to it"
+    ]
