@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "main": "cli",
     "cssm": "config train",
     "cli": "cssm config report train inference data",
-    "train": "cssm config data report checkpoint step models flops parallel",
+    "train": "cssm config data report checkpoint runs step models flops parallel",
     "inference": "cssm config data report checkpoint step models parallel",
     "step": "config models parallel",
+    "runs": "cssm config checkpoint",
     "checkpoint": "cssm config",
     "report": "cssm config",
     "models": "config cells spectral positions",
@@ -152,7 +153,7 @@ def test_sources_keep_the_rules(guard):
 
 
 @pytest.mark.parametrize(
-    ("guard", "module", "good", "bad"),
+    "guard,module,good,bad",
     [
         (import_order, "cssm.train", "from cssm import step, __version__", "from cssm import cli"),
         (import_order, "cssm.models.vit", "from cssm.models.blocks import Mlp", "import parallel.sync"),
