@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     stream = keep_stdout() if config.headless else None
     try:
         if stream is None and not config.quiet:
-            print(_opening(config), flush=True)
+            print(_opening(parsed), flush=True)
         return _run(parsed, stream)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
@@ -58,10 +58,14 @@ def _run(parsed: Parsed, stream: IO[str] | None) -> int:
     return 0
 
 
-def _opening(config: Config) -> str:
+def _opening(parsed: Parsed) -> str:
     """The first line on the screen, printed before jax, which takes a second or two, is loaded."""
-    model = config.arch if config.arch == "baseline" else f"{config.arch} {config.cssm}"
-    what = f"resume {config.resume}" if config.resume else f"{model} on {config.dataset}"
+    config, what = parsed.config, parsed.verb
+    if config.resume:
+        what = f"resume {config.resume}"
+    elif what == "train":
+        model = config.arch if config.arch == "baseline" else f"{config.arch} {config.cssm}"
+        what = f"{model} on {config.dataset}"
     return f"cssm {__version__}: {what}; loading JAX ..."
 
 
@@ -102,8 +106,9 @@ def explain(error: Exception, config: Config) -> tuple[int, str]:
     if "RESOURCE_EXHAUSTED" in str(error) and type(error).__module__.startswith("jax"):
         return OUT_OF_MEMORY, _memory_advice(config)
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
-        where = f" {error.filename}" if error.filename else ""
-        return STORAGE, f"cannot write{where}: {error.strerror}; free it, or choose another --checkpoint_dir"
+        where = f" at {error.filename}" if error.filename else ""
+        ways = "make room or get permission, or choose another --checkpoint_dir or --cache_dir"
+        return STORAGE, f"storage failed{where}: {error.strerror}; {ways}"
     return BUG, f"this is a bug of the program, please report it: {type(error).__name__}: {error}"
 
 

@@ -5,7 +5,6 @@ contradicts itself, or cannot apply to the chosen model, raises UserError.
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -135,7 +134,7 @@ class Config:
         bounds="[1,)", unset="batch_size x devices x grad_accum")
     grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
         aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
-    seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,)", resume="fixed")
+    seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed")
 
     gpus: str | None = _parallel(None, "indices of the devices to use, for example 0,1", aliases=("gpu_ids",),
         unset="all")
@@ -179,7 +178,7 @@ class Config:
         """Check and convert every value, fill in the recipe, then check the values against each other."""
         for name, setting in KNOBS.items():
             object.__setattr__(self, name, setting.coerce(getattr(self, name), f"--{name}"))
-        for name, value in _recipe(self).items():
+        for name, value in recipes.recipe(self).items():
             if getattr(self, name) is None and KNOBS[name].unmet(self) is None:
                 object.__setattr__(self, name, value)
         rules.check(self, KNOBS)
@@ -187,25 +186,11 @@ class Config:
 
 KNOBS: dict[str, Knob] = knobs_of(Config)
 
+# What the verb devices takes.
+_DEVICES = {name for name, setting in KNOBS.items() if setting.group == "parallel"}
+_DEVICES |= {"mem_fraction", "xla_flags", "headless", "quiet", "debug"}
 # Settings that say the same thing in two ways: one typed replaces both of the config file's.
-_EITHER = (("epochs", "max_steps"), ("warmup_steps", "warmup_epochs"))
-
-
-def _recipe(config: Config) -> dict[str, Any]:
-    row = recipes.SIMPLE if config.arch == "simple" else recipes.PRESETS[config.preset]
-    easy = config.dataset == "digits"
-    values = {
-        **row[config.dataset],
-        "pos_embed": recipes.POS_EMBED[config.arch],
-        "image_size": recipes.DIGITS_SIZE if easy else recipes.PATHFINDER_SIZES[config.pathfinder_difficulty],
-        "num_workers": min(8, os.cpu_count() or 1),
-        "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
-    }
-    decided = {
-        *(_EITHER[0] if config.epochs or config.max_steps else ()),
-        *(("batch_size",) if config.global_batch_size else ()),
-    }
-    return {name: value for name, value in values.items() if name not in decided}
+_EITHER = ({"epochs", "max_steps"}, {"warmup_steps", "warmup_epochs"})
 
 
 def _known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
@@ -222,7 +207,7 @@ def _settle(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str,
     """
     typed, kept = _known(typed), _known(from_file, "")
     parts = {"batch_size", "grad_accum"}
-    dropped = {name for pair in _EITHER if typed.keys() & set(pair) for name in pair}
+    dropped = {name for pair in _EITHER if typed.keys() & pair for name in pair}
     if typed.keys() & {*parts, "global_batch_size"} and "global_batch_size" in {**kept, **typed}:
         dropped |= {"global_batch_size"} if parts <= typed.keys() else parts
     return {name: value for name, value in kept.items() if name not in dropped} | typed
@@ -259,6 +244,8 @@ def parse_args(argv: Sequence[str]) -> Parsed:
         raise SystemExit(0)
     from_file = read_yaml(command.config_path) if command.config_path else {}
     given = _settle(command.typed, from_file)
+    if command.verb == "devices" and (stray := given.keys() - _DEVICES):
+        raise UserError(f"--{min(stray)} does not apply to the verb devices: leave it out")
     fresh = {name: value for name, value in given.items() if KNOBS[name].resume == "fresh"}
     return Parsed(command.verb, Config(**(fresh if "resume" in given else given)), given)
 

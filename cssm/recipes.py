@@ -1,9 +1,14 @@
 """Values that fit together: what a setting left unset becomes, by architecture, preset and data set.
 
-Plain data. A row may hold settings that do not apply to every architecture that uses it; those are left out.
+A row may hold settings that do not apply to every architecture that uses it; those are left out.
 """
 
-from typing import Any
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cssm.config import Config
 
 Row = dict[str, Any]
 
@@ -55,3 +60,19 @@ POS_EMBED: dict[str, str] = {"simple": "mrope", "vit": "learnable", "baseline": 
 # Side of the images in pixels, by --dataset, then (Pathfinder) by --pathfinder_difficulty
 DIGITS_SIZE = 16
 PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20": 128, "25": 128}
+
+
+def recipe(config: "Config") -> Row:
+    """Values for what a configuration leaves open; a length or a total batch that is given stands alone."""
+    row = SIMPLE if config.arch == "simple" else PRESETS[config.preset]
+    sizes = {"digits": DIGITS_SIZE, "pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
+    values = {
+        **row[config.dataset],
+        "pos_embed": POS_EMBED[config.arch],
+        "image_size": sizes[config.dataset],
+        "num_workers": min(8, os.cpu_count() or 1),
+        "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
+    }
+    given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()
+    given |= {"batch_size"} if config.global_batch_size else set()
+    return {name: value for name, value in values.items() if name not in given}

@@ -41,7 +41,7 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
 def _check_heads(heads: int | None, width: int) -> None:
     if heads and width % heads:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
-        near = sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2])
+        near = [max(n for n in divisors if n < heads), *(n for n in divisors if n > heads)][:2]
         raise UserError(
             f"--num_heads {heads} does not divide embed_dim {width}: type {' or '.join(map(str, near))}"
         )
