@@ -25,6 +25,7 @@ def digits_source(
     that its first n examples are a fair sample. Nothing here takes long enough to call `progress`.
     """
     size = config.image_size
+    assert size is not None  # the recipe fills it in
     if not DIGITS_SIZE <= size <= LARGEST_SIZE:
         raise UserError(
             f"--image_size {size}: digits are {DIGITS_SIZE}x{DIGITS_SIZE} pixels and are only ever enlarged: "

@@ -90,8 +90,8 @@ def train_batches(
     """The batches of steps first_step..last_step, both included, in order.
 
     Each is {image: uint8 [b, H, W, C], label: int32 [b]}: this process's b = batch / process_count rows of
-    the global batch. Up to `prefetch` batches are gathered ahead by `workers` threads, none where either is 0.
-    Close the iterator (or exhaust it) to end the threads. UserError if an epoch has no whole batch.
+    the global batch. `workers` threads gather up to `prefetch` batches ahead, none where either is 0. Close
+    the iterator (or exhaust it) to end the threads. UserError if an epoch has no whole batch.
     """
     rows = _rows_of(batch, process_index, process_count)
     n = len(source)
@@ -137,9 +137,10 @@ def eval_batches(
 def _rows_of(batch: int, process_index: int, process_count: int) -> slice:
     size, rest = divmod(batch, process_count)
     if rest:
+        nearest = " or ".join(str(n) for n in (batch - rest, batch - rest + process_count) if n)
         raise UserError(
             f"a global batch of {batch} does not divide by {process_count} processes: "
-            f"type --global_batch_size {batch - rest or process_count} or {batch - rest + process_count}"
+            f"type --global_batch_size {nearest}"
         )
     return slice(process_index * size, (process_index + 1) * size)
 

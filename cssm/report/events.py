@@ -2,9 +2,9 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from cssm.config import UserError
 
@@ -34,11 +34,9 @@ class EventLog:
     """
 
     def __init__(self, run_dir: Path | None, stream: IO[str] | None = None, tensorboard: bool = False):
+        self._tensorboard = TensorBoard(run_dir / "logs") if run_dir is not None and tensorboard else None
         self._file = None if run_dir is None else _open_after_whole_line(run_dir / "metrics.jsonl")
         self._outputs = [output for output in (self._file, stream) if output is not None]
-        self._logs = run_dir / "logs" if run_dir is not None and tensorboard else None
-        self._writer_class = _summary_writer() if self._logs else None
-        self._writer: Any = None
         self._schema: dict[str, int] = {"schema": SCHEMA}
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
@@ -49,40 +47,53 @@ class EventLog:
         for output in self._outputs:
             output.write(text)
             output.flush()
-        if self._logs and kind in ("step", "eval"):
-            self._scalars("train" if kind == "step" else fields["split"], fields)
-
-    def _scalars(self, prefix: str, fields: dict[str, Any]) -> None:
-        step = int(fields["step"])
-        if self._writer is None:  # a resumed run replaces what was recorded from this step on
-            self._writer = self._writer_class(str(self._logs), purge_step=step)
-        for name, value in fields.items():
-            if name not in NOT_SCALARS and not isinstance(value, str | bool):
-                self._writer.add_scalar(f"{prefix}/{name}", float(value), step)
+        if self._tensorboard and kind in ("step", "eval"):
+            self._tensorboard.write("train" if kind == "step" else fields["split"], fields)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        """End both files; the stream stays open."""
+        if self._tensorboard:
+            self._tensorboard.close()
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self.close()
+class TensorBoard:
+    """Scalars as TensorBoard event files in a directory; UserError where the writer is not installed."""
+
+    def __init__(self, directory: Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise UserError(
+                "--tensorboard needs the package tensorboardX: type pip install tensorboardX"
+            ) from error
+        self._open = partial(SummaryWriter, str(directory))
+        self._writer: SummaryWriter | None = None
+
+    def write(self, prefix: str, fields: dict[str, Any]) -> None:
+        """One scalar `<prefix>/<name>` for each number of the fields, at fields["step"]."""
+        step = int(fields["step"])
+        if self._writer is None:  # from here on a resumed run replaces what was recorded before
+            self._writer = self._open(purge_step=step)
+        for name, value in fields.items():
+            if name not in NOT_SCALARS and value is not None and not isinstance(value, str | bool):
+                self._writer.add_scalar(f"{prefix}/{name}", float(value), step)
+
+    def close(self) -> None:
+        """Write what is pending."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def read_events(path: Path | str) -> list[dict[str, Any]]:
     """The events of one run, killed and resumed as often as it may have been, as if it had run through.
 
     A line torn by a kill is skipped. Where a resumed run went back to an earlier step, the events it overtook
-    (from that step on) are left out; an evaluation repeated at the same step replaces the earlier one.
+    (from that step on) are left out; an event repeated at the same step replaces the earlier one.
     """
     events: list[dict[str, Any]] = []
-    last_step, evaluated = 0, set()
+    last_step, seen = 0, set()
     for line in Path(path).read_text(errors="replace").splitlines():
         try:
             event = json.loads(line)
@@ -90,20 +101,19 @@ def read_events(path: Path | str) -> list[dict[str, Any]]:
             continue
         if not isinstance(event, dict) or "event" not in event:
             continue
-        kind, split, step = event["event"], event.get("split"), event.get("step")
-        if kind == "step":
-            if step < last_step:
-                events = [old for old in events if old["event"] not in OF_A_STEP or old["step"] < step]
-            elif step == last_step:
-                events = [old for old in events if (old["event"], old.get("step")) != (kind, step)]
-            last_step = step
-        elif kind == "eval" and (split, step) in evaluated:
-            same = (kind, split, step)
-            events = [old for old in events if (old["event"], old.get("split"), old.get("step")) != same]
-        if kind == "eval":
-            evaluated.add((split, step))
+        kind, step = event["event"], event.get("step", 0)
+        if kind == "step" and step < last_step:
+            events = [old for old in events if old["event"] not in OF_A_STEP or old.get("step", 0) < step]
+        elif kind in OF_A_STEP and _key(event) in seen:
+            events = [old for old in events if _key(old) != _key(event)]
+        last_step = step if kind == "step" else last_step
+        seen.add(_key(event))
         events.append(event)
     return events
+
+
+def _key(event: dict[str, Any]) -> tuple[Any, ...]:
+    return event["event"], event.get("split"), event.get("step")
 
 
 def _open_after_whole_line(path: Path) -> IO[str]:
@@ -116,13 +126,3 @@ def _open_after_whole_line(path: Path) -> IO[str]:
             file.write(b"\n")
     file.close()
     return path.open("a", encoding="utf-8")
-
-
-def _summary_writer() -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "--tensorboard needs the package tensorboardX: type pip install tensorboardX"
-        ) from error
-    return SummaryWriter

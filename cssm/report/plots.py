@@ -38,7 +38,7 @@ def _figure(metric: str, curves: dict[str, list[tuple[int, float]]], title: str)
     for name, points in curves.items():
         if not points:
             continue
-        steps, values = zip(*points, strict=True)
+        steps, values = [step for step, _ in points], [value for _, value in points]
         colour = COLOURS[name]
         if name == "train" and len(points) > SMOOTH_ABOVE:
             axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
@@ -69,11 +69,11 @@ def _figure(metric: str, curves: dict[str, list[tuple[int, float]]], title: str)
     return figure
 
 
-def _final(name: str, values: tuple[float, ...]) -> str:
+def _final(name: str, values: list[float]) -> str:
     return f"{name} ({'last ' if len(values) > 1 else ''}{values[-1]:.4g})"
 
 
-def _running_mean(values: tuple[float, ...], weight: float = 0.9) -> list[float]:
+def _running_mean(values: list[float], weight: float = 0.9) -> list[float]:
     """Exponential, corrected for its start; a non-finite value is left out of the mean."""
     means, total, mass = [], 0.0, 0.0
     for value in values:

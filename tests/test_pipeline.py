@@ -1,0 +1,196 @@
+"""Batches: a step's contents depend on (seed, step, batch) alone, and every example counts exactly once."""
+
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from cssm.config import UserError, resolve
+from cssm.data import load
+from cssm.data.pipeline import First, eval_batches, shuffled, step_indices, steps_per_epoch, train_batches
+
+SIZES = [(1, 1), (7, 7), (20, 3), (64, 16), (100, 33)]
+
+
+class Numbered:
+    """Example i is a one-pixel image of brightness i % 256 with label i."""
+
+    num_classes = 10
+    image_shape = (1, 1, 1)
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def gather(self, indices):
+        assert np.all((indices >= 0) & (indices < self.n))
+        return (indices % 256).astype(np.uint8).reshape(-1, 1, 1, 1), indices.astype(np.int32)
+
+
+def labels(batches) -> list[list[int]]:
+    return [batch["label"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize(("n", "batch"), SIZES)
+def test_an_epoch_holds_every_example_at_most_once(n, batch):
+    steps = steps_per_epoch(n, batch)
+    for epoch in range(3):
+        first = epoch * steps + 1
+        seen = np.concatenate([step_indices(n, batch, 0, step) for step in range(first, first + steps)])
+        assert len(seen) == len(set(seen.tolist())) == n // batch * batch
+        assert set(seen.tolist()) <= set(range(n))
+
+
+def test_each_epoch_leaves_out_other_examples():
+    n, batch = 10, 4
+    left_out = []
+    for epoch in range(20):
+        seen = {int(i) for step in (1, 2) for i in step_indices(n, batch, 0, 2 * epoch + step)}
+        left_out.append(frozenset(range(n)) - seen)
+    assert frozenset.union(*left_out) == frozenset(range(n))
+
+
+def test_seeds_and_epochs_differ_and_the_order_never_changes():
+    orders = [tuple(step_indices(50, 50, seed, step)) for seed in range(5) for step in range(1, 6)]
+    assert len(set(orders)) == len(orders)
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    # Written down, so that no library or machine may change what a seed means.
+    assert shuffled(10, 0, 0).tolist() == PINNED
+
+
+PINNED = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
+
+
+def test_any_step_can_be_the_first():
+    source, batch = Numbered(53), 8
+    whole = labels(train_batches(source, batch, 3, 1, 20))
+    for first in (2, 6, 7, 13, 20):
+        assert labels(train_batches(source, batch, 3, first, 20)) == whole[first - 1 :]
+    assert whole == [step_indices(53, batch, 3, step).tolist() for step in range(1, 21)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_threads_change_nothing(workers, prefetch):
+    source = Numbered(41)
+    ahead = {"workers": workers, "prefetch": prefetch}
+    plain = {"workers": 0, "prefetch": 0}
+    assert labels(train_batches(source, 4, 1, 1, 25, **ahead)) == labels(
+        train_batches(source, 4, 1, 1, 25, **plain)
+    )
+    assert labels(eval_batches(source, 4, **ahead)) == labels(eval_batches(source, 4, **plain))
+
+
+@pytest.mark.parametrize("processes", [2, 3, 6])
+def test_the_slices_of_all_processes_make_the_batch(processes):
+    source, batch = Numbered(67), 12
+
+    def split(batches):
+        return [batches(source, process_index=p, process_count=processes) for p in range(processes)]
+
+    def train(source, **process):
+        return train_batches(source, batch, 5, 1, 9, **process)
+
+    def evaluate(source, **process):
+        return eval_batches(source, batch, **process)
+
+    for batches in (train, evaluate):
+        for whole, *parts in zip(batches(source), *split(batches), strict=True):
+            assert all(len(part["label"]) == batch // processes for part in parts)
+            for name, values in whole.items():
+                np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), values)
+
+
+def test_batches_have_the_promised_types():
+    for batch in (next(train_batches(Numbered(9), 4, 0, 1, 1)), next(eval_batches(Numbered(3), 4))):
+        assert (batch["image"].shape, batch["image"].dtype) == ((4, 1, 1, 1), np.uint8)
+        assert (batch["label"].shape, batch["label"].dtype) == ((4,), np.int32)
+    assert (batch["mask"].shape, batch["mask"].dtype) == ((4,), np.float32)
+    np.testing.assert_array_equal(batch["image"].ravel(), batch["label"])
+
+
+def test_evaluation_covers_each_example_exactly_once():
+    for n in range(25):
+        for size in (1, 2, 3, 7, 16, 30):
+            batches = list(eval_batches(Numbered(n), size, workers=0))
+            assert all(len(values) == size for batch in batches for values in batch.values())
+            mask = np.concatenate([batch["mask"] for batch in batches] or [np.zeros(0)])
+            covered = np.concatenate([batch["label"] for batch in batches] or [np.zeros(0)])
+            assert covered[mask == 1].tolist() == list(range(n))
+            assert mask.sum() == n
+            assert len(batches) == -(-n // size)
+
+
+@pytest.mark.parametrize(
+    "start", [lambda: steps_per_epoch(5, 8), lambda: train_batches(Numbered(5), 8, 0, 1, 2)]
+)
+def test_an_epoch_without_a_step_is_refused_at_once(start):
+    with pytest.raises(UserError, match=r"5 examples.* takes 8 .*at most 5"):
+        start()
+
+
+def test_a_batch_that_processes_cannot_share_is_refused_at_once():
+    with pytest.raises(
+        UserError, match="10 does not divide by 4 processes: type --global_batch_size 8 or 12"
+    ):
+        train_batches(Numbered(40), 10, 0, 1, 2, process_count=4)
+    with pytest.raises(UserError, match=r"global_batch_size 4$"):
+        eval_batches(Numbered(40), 2, process_count=4)
+
+
+def loading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cssm-data")]
+
+
+def test_batches_are_made_ahead_and_closing_ends_the_threads():
+    second = threading.Event()
+
+    class Watched(Numbered):
+        calls = 0
+
+        def gather(self, indices):
+            self.calls += 1
+            if self.calls == 2:
+                second.set()
+            return super().gather(indices)
+
+    source = Watched(100)
+    batches = train_batches(source, 4, 0, 1, 1000, workers=1, prefetch=3)
+    next(batches)
+    assert second.wait(30), "the second batch is made only when it is asked for"
+    assert loading_threads()
+    batches.close()
+    assert not loading_threads()
+    assert source.calls <= 1 + 3
+    list(islice(eval_batches(source, 4), 2))
+    list(eval_batches(source, 4))
+    assert not loading_threads()
+
+
+def test_an_error_while_loading_reaches_the_reader():
+    class Broken(Numbered):
+        def gather(self, indices):
+            if 7 in indices:
+                raise OSError("unreadable")
+            return super().gather(indices)
+
+    batches = eval_batches(Broken(20), 5)
+    next(batches)
+    with pytest.raises(OSError, match="unreadable"):
+        next(batches)
+    assert not loading_threads()
+
+
+def test_limits_keep_the_first_examples():
+    config = resolve({"max_train_examples": 30, "max_eval_examples": 20}, {})
+    everything = resolve({}, {})
+    for split, n in (("train", 30), ("val", 20), ("test", 20)):
+        few, all_ = load(config, split), load(everything, split)
+        assert (len(few), few.image_shape, few.num_classes) == (n, all_.image_shape, all_.num_classes)
+        for one, other in zip(few.gather(np.arange(n)), all_.gather(np.arange(n)), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert len(load(resolve({"max_train_examples": 10**6}, {}), "train")) == len(load(everything, "train"))
+    assert labels(eval_batches(First(Numbered(9), 5), 4)) == [[0, 1, 2, 3], [4, 0, 0, 0]]
