@@ -34,7 +34,7 @@ def labels(batches) -> list[list[int]]:
     return [batch["label"].tolist() for batch in batches]
 
 
-@pytest.mark.parametrize(("n", "batch"), SIZES)
+@pytest.mark.parametrize("n, batch", SIZES)
 def test_an_epoch_holds_every_example_at_most_once(n, batch):
     steps = steps_per_epoch(n, batch)
     for epoch in range(3):

@@ -5,8 +5,7 @@ import platform
 import re
 import sys
 import textwrap
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cssm.report.events import EventLog, read_events
-from cssm.report.terminal import Bar, device_lines, in_words, run_lines
+from cssm.report.terminal import Bar, Task, device_lines, in_words, run_lines
 
 __all__ = ["Reporter", "devices_report", "read_events"]
 
@@ -56,7 +55,7 @@ class Reporter:
         self._console = Console(
             file=sys.stdout, force_terminal=animated, highlight=False, markup=False, emoji=False
         )
-        self._clocks: list[tuple[str, float]] = []
+        self._tasks: list[Task] = []
         self._bar: Bar | None = None
         self._live = None
         if animated and self._chatty:
@@ -115,27 +114,38 @@ class Reporter:
             self._block("RUN SUMMARY", known)
 
     @contextmanager
-    def busy(self, label: str) -> Iterator[None]:
-        """Show the label with a running clock on a terminal; piped output hears nothing of it."""
-        entry = (label, time.monotonic())
-        self._clocks.append(entry)
+    def busy(self, label: str) -> Iterator[Callable[[int, int], None]]:
+        """Show the label and a running clock on a terminal while the block runs.
+
+        Yields `count(done, total)`, which turns the clock into a bar; only then is it worth a line in the end, and
+        in piped output one at the start.
+        """
+        task = Task(label)
+
+        def count(done: int, total: int) -> None:
+            if not task.total:
+                self._piped(f"{label} ...")
+            task.count(done, total)
+
+        self._tasks.append(task)
         self._live_while_needed()
         try:
-            yield
+            yield count
         finally:
-            self._clocks.remove(entry)
+            self._tasks.remove(task)
             self._live_while_needed()
+        if task.total and self._chatty:
+            self.line(task.closing_line())
 
     @contextmanager
     def compiling(self, label: str) -> Iterator[None]:
-        """As `busy`; piped output gets a line at the start, and both get one at the end with the seconds."""
-        start = time.monotonic()
-        if self._chatty and not self._live:
-            self.line(f"{label} ...")
+        """As `busy`, for what is always worth both lines."""
+        task = Task(label)
+        self._piped(f"{label} ...")
         with self.busy(label):
             yield
         if self._chatty:
-            self.line(f"{label}: {time.monotonic() - start:.1f} s")
+            self.line(task.closing_line())
 
     @contextmanager
     def progress(self, total_steps: int, start: int = 0) -> Iterator[None]:
@@ -165,8 +175,8 @@ class Reporter:
         if self._bar is None:
             raise RuntimeError("update outside of progress")
         self._bar.update(step, {"loss": loss, "accuracy": accuracy, "images_per_s": images_per_s})
-        if loss is not None and self._chatty and not self._live:
-            self.line(f"step {self._bar.count()}  {self._bar.figures()}")
+        if loss is not None:
+            self._piped(f"step {self._bar.count()}  {self._bar.figures()}")
 
     def plots(self) -> list[Path]:
         """Draw plots/loss.png and plots/accuracy.png from metrics.jsonl: what came before a resume too."""
@@ -181,6 +191,11 @@ class Reporter:
             read_events(self.run_dir / "metrics.jsonl"), self.run_dir / "plots", self.run_dir.name
         )
 
+    def _piped(self, text: str) -> None:
+        """A line where nothing moves: it stands for what a terminal shows by moving."""
+        if self._chatty and not self._live:
+            self.line(text)
+
     def _block(self, title: str, lines: Sequence[str]) -> None:
         """Between rules; on a terminal narrower than those, everything is cut or wrapped to its width."""
         width = min(len(RULE), self._console.width) if self._live else None
@@ -192,16 +207,16 @@ class Reporter:
     def _live_while_needed(self) -> None:
         if not self._live:
             return
-        if self._clocks or self._bar:
+        if self._tasks or self._bar:
             self._live.start(refresh=True)
         else:
             self._live.stop()
 
     def _view(self) -> RenderableType:
-        now = time.monotonic()
-        clocks = [Text(f"{label}  {now - start:.0f} s", no_wrap=True) for label, start in self._clocks]
         bar = self._bar
-        return Group(*([bar.view(self._console.width)] if bar else []), *clocks)
+        return Group(
+            *([bar.view(self._console.width)] if bar else []), *[task.view() for task in self._tasks]
+        )
 
 
 def devices_report(rows: Sequence[Mapping[str, Any]], json_stream: IO[str] | None = None) -> None:

@@ -1,5 +1,6 @@
 """Numbers in words, and the progress bar: how things look on a terminal."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from rich.text import Text
 
 SMALLEST_BAR = 16
 FIGURES = {"loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}", "images_per_s": "{:,.0f} images/s"}
+UNIT = re.compile(r"(?<!_per)_(bytes|ms|s)(?=$|_per_)")
 JAX_NAMES = {"gpu": "cuda"}  # of a device: cuda:0 on the gpu backend, cpu:0, tpu:0
 
 
@@ -39,24 +41,23 @@ def si(value: float) -> str:
 
 
 def in_words(name: str, value: Any) -> str:
-    """`compile_s`, 12.34 -> `compile: 12.3 s`: the unit is read from the end of the name."""
+    """`compile_s`, 12.34 -> `compile: 12.3 s`: the unit is read from the name."""
     if isinstance(value, Mapping):
         known = [in_words(key, item).replace(": ", " ", 1) for key, item in value.items() if item is not None]
         return f"{name.replace('_', ' ')}: {', '.join(known)}"
-    unit = next((unit for unit in ("_per_s", "_ms", "_s", "_bytes") if name.endswith(unit)), "")
+    found = UNIT.search(name)
+    unit = found[1] if found else ""
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        text = str(value)
-    elif unit == "_bytes":
+        unit, text = "", str(value)
+    elif unit == "bytes":
         text = gibibytes(value)
-    elif unit == "_per_s":
-        return f"{name.replace('_', ' ')}: {value:,.0f}"
-    elif unit == "_s" and value >= 120:
-        text, unit = clock(value), "_s"
+    elif unit == "s" and value >= 120:
+        text = clock(value)
     elif unit:
-        text = f"{value:.1f} {unit[1:]}"
+        text = f"{value:.1f} {unit}"
     else:
-        text = f"{value:,}" if isinstance(value, int) else f"{float(value):.4g}"
-    return f"{name.removesuffix(unit).replace('_', ' ')}: {text}"
+        text = f"{value:,}" if isinstance(value, int) else f"{float(value):,.4g}"
+    return f"{(UNIT.sub('', name) if unit else name).replace('_', ' ')}: {text}"
 
 
 def device_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,6 +93,36 @@ def run_lines(info: Mapping[str, Any]) -> list[str]:
         + (f", {si(flops)}FLOPs per image" if flops else ""),
         f"data: {info['dataset']}, {sizes}, images {'x'.join(str(n) for n in info['image_shape'])}",
     ]
+
+
+class Task:
+    """Something that takes a while: how long already and, where that can be counted, how far."""
+
+    def __init__(self, label: str):
+        self.label, self.done, self.total = label, 0, 0
+        self._start = time.monotonic()
+
+    def count(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def view(self) -> RenderableType:
+        """One row: label, seconds, and a bar where there is a count."""
+        text = Text(f"{self.label}  {self.seconds():.0f} s", no_wrap=True, overflow="ellipsis")
+        if not self.total:
+            return text
+        row = Table.grid(expand=True, padding=(0, 1))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(text, ProgressBar(self.total, self.done), Text(f"{self.done:,}/{self.total:,}"))
+        return row
+
+    def closing_line(self) -> str:
+        what = f"{self.total:,} in " if self.total else ""
+        return f"{self.label}: {what}{self.seconds():.1f} s"
 
 
 class Bar:
