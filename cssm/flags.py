@@ -122,8 +122,8 @@ def _find(name: str, knobs: Knobs, label: str, kind: str) -> tuple[Knob, Any]:
 
 
 def _checked(knob: Knob, value: Any, label: str) -> Any:
-    if (knob.name, value) in REFUSED_VALUES:
-        raise UserError(f"{label} {value} is not accepted: {REFUSED_VALUES[knob.name, value]}")
+    if reason := REFUSED_VALUES.get((knob.name, str(value))):
+        raise UserError(f"{label} {value} is not accepted: {reason}")
     return knob.coerce(value, label)
 
 
@@ -176,6 +176,8 @@ def _entries(path: str | Path) -> list[tuple[str, Any, int]]:
         inside = node.value if isinstance(node, MappingNode) else [(key, node)]
         for name, value in inside:
             line = name.start_mark.line + 1
+            if not isinstance(name, ScalarNode):
+                raise UserError(f"{path} line {line}: must be lines of the form `name: value`")
             entries.append((name.value, scalar(value, f"{path} line {line}: {name.value}"), line))
     return entries
 
