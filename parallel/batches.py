@@ -1,10 +1,9 @@
 """Batches: how large, how padded, and how they reach the devices."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -105,12 +104,12 @@ def leading_size(batch: dict[str, np.ndarray]) -> int:
     return next(iter(sizes.values()))
 
 
-def device_sharding(devices: list[jax.Device]) -> NamedSharding:
+def device_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
     """Sharding that puts row d of an array [D, ...] on device d; the same as the outputs of `spmd`."""
     return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
-def shard_batch(batch: dict[str, np.ndarray], devices: list[jax.Device]) -> dict[str, jax.Array]:
+def shard_batch(batch: dict[str, np.ndarray], devices: Sequence[jax.Device]) -> dict[str, jax.Array]:
     """Split host arrays [B, ...] into device arrays [D, B/D, ...], each slice sent straight to its device.
 
     Device d gets rows d*B/D to (d+1)*B/D. The arrays must not be written to afterwards: a transfer may still
@@ -126,8 +125,8 @@ def shard_batch(batch: dict[str, np.ndarray], devices: list[jax.Device]) -> dict
 
 
 def prefetch_to_device(
-    batches: Iterable[dict[str, np.ndarray]], devices: list[jax.Device], depth: int
-) -> Iterator[dict[str, Any]]:
+    batches: Iterable[dict[str, np.ndarray]], devices: Sequence[jax.Device], depth: int
+) -> Generator[dict[str, jax.Array]]:
     """Yield `shard_batch` of each batch, in order, while a background thread prepares the next `depth`.
 
     depth 0 does the work in the caller's thread. An exception of `batches` is raised at its place in the
@@ -153,5 +152,5 @@ def prefetch_to_device(
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
     finally:
-        if hasattr(source, "close"):
-            source.close()
+        if close := getattr(source, "close", None):
+            close()
