@@ -81,7 +81,7 @@ class Reporter:
         if self._live:
             self._console.print(Text(text), soft_wrap=True)
         else:
-            print(text, flush=True)
+            print(text, file=self._console.file, flush=True)
 
     def banner(self, info: Mapping[str, Any]) -> None:
         """The DEVICE CONFIGURATION block, batch arithmetic, model and data. Of `info` it reads:
@@ -117,8 +117,8 @@ class Reporter:
     def busy(self, label: str) -> Iterator[Callable[[int, int], None]]:
         """Show the label and a running clock on a terminal while the block runs.
 
-        Yields `count(done, total)`, which turns the clock into a bar; only then is it worth a line in the end, and
-        in piped output one at the start.
+        Yields `count(done, total)`, which turns the clock into a bar; only then is it worth a line when it
+        ends, and in piped output one when it starts.
         """
         task = Task(label)
 
