@@ -13,7 +13,7 @@ from typing import IO
 from cssm import __version__
 from cssm.config import Config, Parsed, UserError, parse_args
 
-BUG, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED = 1, 3, 6, 128, 130
+BUG, USAGE, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED = 1, 2, 3, 6, 128, 130
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost door: every ending becomes an exit code
         code, sentence = explain(error, config)
-        if stream is not None:
+        if stream is not None and code < SIGNALLED:
             _send_error(stream, code, sentence)
         return _failed(error, code, sentence, debug=config.debug or code == BUG)
     finally:
@@ -97,19 +97,22 @@ def keep_stdout() -> IO[str]:
 
 
 def explain(error: Exception, config: Config) -> tuple[int, str]:
-    """The exit code of an error, and the sentence that says what to do about it.
-
-    Errors that carry an `exit_code` are mistakes of the user's and say it themselves.
-    """
-    if isinstance(code := getattr(error, "exit_code", None), int):
-        return code, str(error)
-    if "RESOURCE_EXHAUSTED" in str(error) and type(error).__module__.startswith("jax"):
+    """The exit code of an error, and the sentence that says what to do about it."""
+    origin = type(error).__module__.split(".")[0]
+    if isinstance(error, UserError):
+        return error.exit_code, str(error)
+    if (
+        origin == "parallel"
+    ):  # knows nothing of exit codes; the errors that it defines are the user's mistakes
+        return USAGE, str(error)
+    if origin == "jax" and "RESOURCE_EXHAUSTED" in str(error):
         return OUT_OF_MEMORY, _memory_advice(config)
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         where = f" at {error.filename}" if error.filename else ""
         ways = "make room or get permission, or choose another --checkpoint_dir or --cache_dir"
         return STORAGE, f"storage failed{where}: {error.strerror}; {ways}"
-    return BUG, f"this is a bug of the program, please report it: {type(error).__name__}: {error}"
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    return BUG, f"this is a bug of the program, please report it: {what}"
 
 
 def _memory_advice(config: Config) -> str:

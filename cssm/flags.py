@@ -156,9 +156,9 @@ def _entries(path: str | Path) -> list[tuple[str, Any, int]]:
         root = YAML(typ="safe", pure=True).compose(Path(path).read_text(encoding="utf-8"))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise UserError(f"{path} line {mark.line + 1 if mark else 1}: not YAML, {error.problem}") from None
+        raise UserError(f"{path} line {mark.line + 1 if mark else 1}: not YAML ({error.problem})") from None
     except (YAMLError, UnicodeDecodeError):
-        raise UserError(f"{path} line 1: not YAML, it is no UTF-8 text") from None
+        raise UserError(f"{path} line 1: not YAML (no UTF-8 text)") from None
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read, {error.strerror}") from None
 

@@ -1,0 +1,254 @@
+"""The program from outside: help without jax, a sentence and a code for each ending, only JSON on stdout."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import cssm
+from cssm import cli
+from cssm.config import Config, UserError, parse_args
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*argv: str, code: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """main.py, or `code` with the same arguments, in a fresh interpreter."""
+    program = ["-c", code] if code else ["main.py"]
+    return subprocess.run(
+        [sys.executable, "-W", "error", *program, *argv],
+        cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+# Takes the place of training: says on every channel what it was given, and leaves how it is told to.
+FAKE_TRAINING = """
+import os, subprocess, sys, types
+def train(config, typed=None, json_stream=None):
+    print("python prints")
+    os.write(1, b"a library prints\\n")
+    subprocess.run(["echo", "a child prints"])
+    if json_stream:
+        json_stream.write('{"event": "config", "lr": %r}\\n' % typed["lr"])
+    ENDING
+sys.modules["cssm.train"] = types.SimpleNamespace(train=train, devices=train)
+from cssm.cli import main
+sys.exit(main())
+"""
+
+
+def test_help_and_mistakes_import_no_jax_and_no_yaml():
+    code = "import sys; sys.argv[0] = 'x'; from cssm.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "heavy = {'jax', 'numpy', 'flax', 'ruamel', 'rich', 'argparse'}\n"
+    code += "print(heavy & {name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+    for argv in (["--help"], ["--version"], ["--embed_dimm", "1"]):
+        assert run(*argv, code=code).stderr.splitlines()[-1] == "set()"
+
+
+def test_help_and_version_answer_on_stdout():
+    for argv in (["--help"], ["-h"], ["devices", "--help"], ["--lr", "1", "--help"]):
+        result = run(*argv)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "--embed_dim" in result.stdout
+    assert run("--version").stdout == f"cssm {cssm.__version__}\n"
+
+
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project.get("version", cssm.__version__) == cssm.__version__
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--embed_dimm", "3"], "did you mean --embed_dim?"),
+        (["trian"], "did you mean train?"),
+        (["--embed_dim", "33"], "type 32 or 34"),
+        (["--lr", "-1"], "--lr -1: must be above 0"),
+        (["--lr"], "needs a value"),
+        (["--arch", "resnet"], "must be one of simple, vit, baseline"),
+        (["--gpus", "0,x"], "for example 0,1"),
+        (["--image_size", "1"], "smaller than the stride of the stem"),
+        (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--config", "pyproject.toml", "--headless"], "pyproject.toml line 2: not YAML"),
+        (["--mode", "flatten"], "is not accepted"),
+        (["--arch", "simple", "--mlp_ratio", "2"], "does not apply"),
+        (["devices", "--lr", "1"], "does not apply"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(argv, words):
+    result = run(*argv)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+
+
+def test_debug_shows_where_a_mistake_was_found():
+    result = run("--embed_dim", "33", "--debug")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: --embed_dim 33")
+
+
+def test_headless_leaves_stdout_to_json_whatever_else_prints():
+    result = run("--lr", "0.5", "--headless", code=FAKE_TRAINING.replace("ENDING", "return {}"))
+    assert result.returncode == 0
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [{"event": "config", "lr": 0.5}]
+    assert set(result.stderr.splitlines()) == {"python prints", "a library prints", "a child prints"}
+
+
+def test_without_headless_a_first_line_says_what_is_about_to_run():
+    code = FAKE_TRAINING.replace("ENDING", "return {}")
+    for argv, what in [
+        ([], "simple hgru_bi on digits"),
+        (["--arch=vit", "--cssm=gated", "--dataset=pathfinder"], "vit gated on pathfinder"),
+        (["--arch=baseline"], "baseline on digits"),
+        (["--resume=auto"], "resume auto"),
+    ]:
+        result = run(*argv, code=code)
+        assert result.returncode == 0
+        assert result.stdout.startswith(f"cssm {cssm.__version__}: {what}; loading JAX ...\n")
+        assert "python prints" in result.stdout
+    assert "loading" not in run("--quiet", code=code).stdout
+
+
+@pytest.mark.parametrize(
+    "ending, code, words",
+    [
+        ("raise KeyboardInterrupt", 130, "stopped by Ctrl-C"),
+        ("from cssm.config import UserError; raise UserError('it is so', 5)", 5, "error: it is so"),
+        ("from cssm.config import UserError; raise UserError('all is saved', 143)", 143, "all is saved"),
+        (
+            "raise OSError(28, 'No space left on device', 'runs/a')",
+            6,
+            "error: storage failed at runs/a: No space",
+        ),
+        (
+            "raise PermissionError(13, 'Permission denied', 'runs')",
+            6,
+            "error: storage failed at runs: Permission",
+        ),
+        ("raise FileNotFoundError(2, 'No such file', 'a')", 1, "error: this is a bug of the program"),
+        ("raise ZeroDivisionError('by\\\\nzero')", 1, "error: this is a bug of the program"),
+    ],
+)
+def test_every_ending_has_its_code_and_sentence(ending, code, words):
+    result = run("--headless", "--lr=1", code=FAKE_TRAINING.replace("ENDING", ending))
+    assert result.returncode == code
+    assert words in result.stderr
+    assert ("Traceback" in result.stderr) == (code == 1)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert (last["event"] == "error") == (code < 128)
+    if code < 128:
+        assert last["exit_code"] == code
+        assert result.stderr.splitlines()[-1] == f"error: {last['message']}"
+
+
+class TestExplain:
+    """The code and the advice for errors that other libraries raise."""
+
+    def test_an_error_that_carries_a_code_keeps_it(self):
+        assert cli.explain(UserError("so", exit_code=6), Config()) == (6, "so")
+
+    def test_devices_that_are_not_there_are_a_mistake_of_the_users(self):
+        from parallel.devices import DeviceError
+
+        assert cli.explain(DeviceError("no such device"), Config()) == (2, "no such device")
+
+    @pytest.mark.parametrize(
+        "argv, advice",
+        [
+            (
+                [],
+                "with 64 images per device: type --batch_size 32 --grad_accum 2 (the same effective batch)",
+            ),
+            (
+                ["--batch_size=8", "--grad_accum=3"],
+                "type --batch_size 4 --grad_accum 6 (the same effective batch)",
+            ),
+            (["--batch_size=8", "--global_batch_size=64"], "type --batch_size 4 (the same effective batch)"),
+            (["--lr=1"], ", or --bf16"),
+            (["--global_batch_size=64"], "with --global_batch_size 64: type --grad_accum 2"),
+            (["--batch_size=1", "--bf16"], "with one image per device: type a smaller --embed_dim"),
+            (["--arch=vit", "--bf16", "--batch_size=1"], "type --remat"),
+            (["--resume=auto"], "type half the --batch_size"),
+        ],
+    )
+    def test_out_of_memory_advises_the_same_effective_batch(self, argv, advice):
+        import jax
+
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+        code, sentence = cli.explain(error, parse_args(argv).config)
+        assert code == 3
+        assert advice in sentence
+
+    def test_other_errors_of_the_runtime_are_bugs(self):
+        import jax
+
+        assert cli.explain(jax.errors.JaxRuntimeError("INTERNAL: x"), Config())[0] == 1
+        assert cli.explain(ValueError("RESOURCE_EXHAUSTED"), Config())[0] == 1
+
+
+@pytest.mark.parametrize(
+    "argv, before, after",
+    [
+        ([], {}, {}),
+        ([], {"XLA_FLAGS": "  "}, {}),
+        ([], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": "--xla_a=1"}),
+        (["--xla_flags=--xla_b=2"], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": "--xla_a=1 --xla_b=2"}),
+        (["--xla_flags=--xla_b=2"], {}, {"XLA_FLAGS": "--xla_b=2"}),
+        ([], {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu"}),
+        (["--platform=gpu"], {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda"}),
+        (["--platform=cpu"], {}, {"JAX_PLATFORMS": "cpu"}),
+        (
+            ["--mem_fraction=0.5"],
+            {},
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_CLIENT_MEM_FRACTION": "0.5"},
+        ),
+        (
+            [],
+            {"NCCL_RAS_ENABLE": "1", "TF_CPP_MIN_LOG_LEVEL": "0"},
+            {"NCCL_RAS_ENABLE": "1", "TF_CPP_MIN_LOG_LEVEL": "0"},
+        ),
+        ([], {"CUDA_VISIBLE_DEVICES": "1,3"}, {"CUDA_VISIBLE_DEVICES": "1,3"}),
+    ],
+)
+def test_the_environment_of_jax(argv, before, after):
+    environ = dict(before)
+    cli.set_environment(parse_args(argv).config, environ)
+    assert environ == {"TF_CPP_MIN_LOG_LEVEL": "2", "NCCL_RAS_ENABLE": "0"} | after
+
+
+def test_the_environment_is_set_before_training_is_imported():
+    ending = "print(os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'], 'jax' in sys.modules); return {}"
+    code = FAKE_TRAINING.replace("ENDING", ending)
+    result = run("--xla_flags", "--xla_b=2", "--platform", "cpu", code=code, XLA_FLAGS="--xla_a=1")
+    assert "--xla_a=1 --xla_b=2 cpu False" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "first", ["", "import cssm.train as module; ", "from cssm.train import train as f; "]
+)
+def test_python_users_import_the_names_from_the_package(first):
+    """`train` is a module and a function; whichever import came first, calling it trains."""
+    code = "import sys; from importlib.machinery import ModuleSpec\n"
+    code += "class Finder:\n"
+    code += "    def find_spec(name, path, target=None):\n"
+    code += "        return ModuleSpec(name, Finder) if name == 'cssm.train' else None\n"
+    code += "    def create_module(spec): return None\n"
+    code += "    def exec_module(module): module.train = lambda config, **more: (config.lr, more)\n"
+    code += "sys.meta_path.insert(0, Finder)\n"
+    code += f"{first}from cssm import Config, train\n"
+    code += "import cssm.train as module; assert module is train\n"
+    code += "assert 'jax' not in sys.modules\n"
+    code += "print(train(Config(lr=0.5), typed=1), module.train(Config(lr=0.5)))"
+    result = run(code=code)
+    assert result.stdout == "(0.5, {'typed': 1}) (0.5, {})\n", result.stderr
+    with pytest.raises(AttributeError, match="no attribute 'trainn'"):
+        _ = cssm.trainn

@@ -1,0 +1,235 @@
+"""Precedence, the record that reproduces a run, and how a saved run goes on."""
+
+import dataclasses
+import os
+import random
+
+import pytest
+
+from cssm.config import (
+    ARCHS,
+    CELLS_NAMES,
+    KNOBS,
+    Config,
+    UserError,
+    applicable,
+    parse_args,
+    read_yaml,
+    resolve,
+    resume_config,
+    resume_record,
+    write_yaml,
+)
+
+
+def config_of(*argv: str) -> Config:
+    return parse_args(argv).config
+
+
+def refusal(function, *args) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_names_are_those_of_the_cells_and_trunks():
+    from cssm.cells import CELLS
+    from cssm.models import MODELS
+
+    assert set(CELLS_NAMES) == set(CELLS)
+    assert set(ARCHS) == set(MODELS)
+
+
+def test_typed_wins_over_file_over_recipe_over_default(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("arch: vit\nlr: 0.1\ndepth: 3\nlog_every: 7\n")
+    assert config_of("--arch", "vit").lr == 4e-3
+    assert config_of("--arch", "vit").log_every == Config().log_every == 10
+    from_file = config_of("-f", str(path))
+    assert (from_file.lr, from_file.depth, from_file.log_every, from_file.mlp_ratio) == (0.1, 3, 7, 2.0)
+    # Whether a flag stands before or after --config makes no difference.
+    for argv in (["--lr", "0.2", "-f", str(path)], ["-f", str(path), "--lr", "0.2"]):
+        parsed = parse_args(argv)
+        assert (parsed.config.lr, parsed.config.depth) == (0.2, 3)
+        assert parsed.typed == {"arch": "vit", "lr": 0.2, "depth": 3, "log_every": 7}
+    assert resolve(parsed.typed, {}) == parsed.config
+
+
+@pytest.mark.parametrize(
+    "typed, file, expected",
+    [
+        ({}, {}, {"epochs": 12, "max_steps": None}),
+        ({"max_steps": 6}, {}, {"epochs": None, "max_steps": 6}),
+        ({"max_steps": 6}, {"epochs": 5}, {"epochs": None, "max_steps": 6}),
+        ({"epochs": 5}, {"max_steps": 6}, {"epochs": 5, "max_steps": None}),
+        ({}, {"max_steps": 6, "epochs": 5}, {"epochs": 5, "max_steps": 6}),
+        ({"dataset": "pathfinder"}, {}, {"epochs": None, "max_steps": 2000}),
+        ({"dataset": "pathfinder", "epochs": 3}, {}, {"epochs": 3, "max_steps": None}),
+        ({"warmup_epochs": 1}, {"warmup_steps": 9}, {"warmup_epochs": 1.0, "warmup_steps": None}),
+        ({}, {}, {"batch_size": 64, "global_batch_size": None, "grad_accum": None}),
+        ({"global_batch_size": 96}, {}, {"batch_size": None, "global_batch_size": 96}),
+        (
+            {"global_batch_size": 96},
+            {"batch_size": 8, "grad_accum": 2},
+            {"batch_size": None, "grad_accum": None},
+        ),
+        (
+            {"batch_size": 4},
+            {"global_batch_size": 96, "grad_accum": 2},
+            {"batch_size": 4, "grad_accum": None},
+        ),
+        (
+            {"grad_accum": 4},
+            {"global_batch_size": 96, "batch_size": 8},
+            {"batch_size": None, "grad_accum": 4},
+        ),
+        ({"grad_accum": 4, "batch_size": 2}, {"global_batch_size": 96}, {"global_batch_size": None}),
+        ({"batch_size": 4}, {"grad_accum": 2}, {"batch_size": 4, "grad_accum": 2}),
+    ],
+)
+def test_one_way_to_say_a_thing_replaces_the_others_of_lower_rank(typed, file, expected):
+    config = resolve(typed, file)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_python_users_get_the_same_checks():
+    assert Config(arch="vit", gpus=[0, 1], lr="1e-3") == config_of("--arch=vit", "--gpus=0,1", "--lr=1e-3")
+    assert "embed_dim 33: must be even" in refusal(lambda: Config(embed_dim=33))
+    assert "did you mean embed_dim?" in refusal(resolve, {"embed_dimm": 32}, {})
+    assert dataclasses.replace(Config(), lr=0.5).lr == 0.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().lr = 0.5
+
+
+def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Config().cache_dir == str(tmp_path / "cssm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Config().cache_dir == str(tmp_path / ".cache" / "cssm")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert Config().num_workers == 8
+
+
+def random_settings(draw: random.Random) -> dict:
+    """Settings of which each is in range; whether they go together is another matter."""
+    numbers = {int: [1, 2, 3, 8, 16, 32], float: [0.5, 1e-7, 0.25]}
+    names = draw.sample(sorted(KNOBS), draw.randrange(1, 12))
+    values = {"gpus": ["0,1", "3"], "xla_flags": ["--a=1 --b=2"], "max_checkpoints": [2, 5], "seed": [7]}
+    values |= {"arch": ARCHS}
+    settings = {"arch": draw.choice(ARCHS)}
+    for name in names:
+        knob = KNOBS[name]
+        among = values.get(name) or knob.choices or numbers.get(knob.type)
+        settings[name] = draw.choice(
+            among or ([True, False] if knob.type is bool else ["1e-3", "a b: c", "null"])
+        )
+    return settings
+
+
+def test_the_saved_record_gives_the_same_config_again(tmp_path):
+    draw = random.Random(3)
+    accepted = 0
+    while accepted < 60:
+        try:
+            config = resolve(random_settings(draw), {})
+        except UserError:
+            continue
+        accepted += 1
+        record = applicable(config)
+        write_yaml(tmp_path / "config.yaml", record)
+        assert resolve({}, read_yaml(tmp_path / "config.yaml")) == config
+        # What is left out cannot matter: it has its default.
+        assert all(getattr(config, name) == KNOBS[name].default for name in KNOBS.keys() - record.keys())
+
+
+def test_the_record_holds_what_applies_and_nothing_else():
+    simple, vit, baseline = (applicable(Config(arch=arch)) for arch in ARCHS)
+    assert not simple.keys() & {
+        "mlp_ratio",
+        "num_heads",
+        "stem_stride",
+        "preset",
+        "remat",
+        "layer_scale_init",
+    }
+    assert "stem_layers" in simple
+    assert "stem_layers" not in vit
+    assert not baseline.keys() & {"cssm", "kernel_size", "seq_len", "scan", "gate_type"}
+    assert {"mlp_ratio", "stem_stride"} <= vit.keys() & baseline.keys()
+    assert "num_heads" in baseline
+    assert "num_heads" not in vit
+    assert "pathfinder_difficulty" not in vit
+    assert "short_conv_size" in applicable(Config(cssm="gated"))
+    assert "kernel_origin" not in applicable(Config(kernel_domain="spectral"))
+
+
+SAVED = resume_record(Config(arch="vit", max_steps=100, lr=0.003, gpus="0,1", headless=True), 64, 1)
+
+
+@pytest.mark.parametrize(
+    "typed, changes",
+    [
+        ({}, []),
+        ({"lr": 0.001}, ["lr: was 0.003, now 0.001"]),
+        ({"lr": 0.003}, []),
+        ({"max_steps": 200, "log_every": 1}, ["max_steps: was 100, now 200", "log_every: was 10, now 1"]),
+        ({"epochs": 3}, ["epochs: was None, now 3", "max_steps: was 100, now None"]),
+        ({"global_batch_size": 128}, ["global_batch_size: was 64, now 128", "grad_accum: was 1, now None"]),
+        ({"arch": "vit", "embed_dim": 32, "seed": 0, "dtype": "bf16"}, ["dtype: was f32, now bf16"]),
+        ({"num_workers": 0, "num_devices": 1, "quiet": True}, []),
+    ],
+)
+def test_a_run_goes_on_with_what_is_typed_anew(typed, changes):
+    config, found = resume_config(SAVED, typed | {"resume": "auto"})
+    assert found == changes
+    assert config.resume == "auto"
+    assert all(getattr(config, name) == value for name, value in typed.items())
+
+
+def test_the_settings_of_the_invocation_are_not_saved():
+    config, _ = resume_config(SAVED, {"resume": "runs/a", "headless": False})
+    assert (config.gpus, config.headless, config.resume) == (None, False, "runs/a")
+
+
+def test_a_run_goes_on_with_the_same_effective_batch_unless_typed():
+    config, _ = resume_config(SAVED, {})
+    assert (config.global_batch_size, config.batch_size, config.grad_accum) == (64, None, 1)
+    smaller, _ = resume_config(SAVED, {"batch_size": 8})
+    assert (smaller.global_batch_size, smaller.batch_size, smaller.grad_accum) == (64, 8, None)
+    # Saved again and resumed again, nothing has drifted.
+    assert resume_config(resume_record(config, 64, 1), {}) == (config, [])
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("embed_dim", 64), ("arch", "simple"), ("dataset", "pathfinder"), ("seed", 1), ("optimizer", "sgd")],
+)
+def test_what_must_stay_is_refused_by_name(name, value):
+    sentence = refusal(resume_config, SAVED, {name: value})
+    assert sentence.startswith(f"--{name} {value}: the run to resume has {getattr(Config(arch='vit'), name)}")
+
+
+def test_a_saved_setting_that_is_unknown_is_refused():
+    assert "unknown setting colour" in refusal(resume_config, SAVED | {"colour": 1}, {})
+
+
+def test_resuming_leaves_the_model_to_the_saved_run():
+    # --mlp_ratio means nothing to the default architecture, but the saved run's is not known yet.
+    parsed = parse_args(["--resume", "runs/a", "--mlp_ratio", "2", "--headless", "--gpus", "1"])
+    assert parsed.typed == {"resume": "runs/a", "mlp_ratio": 2.0, "headless": True, "gpus": "1"}
+    assert (parsed.config.resume, parsed.config.headless, parsed.config.gpus) == ("runs/a", True, "1")
+    assert resume_config(SAVED, parsed.typed)[0].mlp_ratio == 2.0
+    assert "does not apply" in refusal(resolve, parsed.typed, {})
+
+
+def test_the_devices_verb_takes_what_concerns_devices(tmp_path):
+    assert parse_args(["devices", "--platform", "cpu", "--headless"]).verb == "devices"
+    assert (
+        refusal(parse_args, ["devices", "--lr", "1"])
+        == "--lr does not apply to the verb devices: leave it out"
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text("epochs: 3\n")
+    assert "--epochs does not apply" in refusal(parse_args, ["devices", "-f", str(path)])

@@ -1,0 +1,105 @@
+"""Settings that do not go together are refused with a way out, and each way out works."""
+
+import re
+
+import pytest
+
+from cssm.config import KNOBS, Config, UserError, warnings_for
+
+# Another value than the default, for each type of setting that has no choices.
+OTHER = {int: 2, float: 0.5, bool: True, str: "x"}
+
+
+def refusal(**settings) -> str:
+    with pytest.raises(UserError) as caught:
+        Config(**settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, knob in KNOBS.items() if knob.applies])
+def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name):
+    knob = KNOBS[name]
+    other = next((choice for choice in knob.choices if choice != knob.default), OTHER[knob.type])
+    for cause, values in knob.applies.items():
+        met = {key: wanted[0] for key, wanted in knob.applies.items() if key != cause}
+        if any(cause in KNOBS[key].applies for key in met):
+            continue  # that one is refused first
+        unmet = next(choice for choice in KNOBS[cause].choices if choice not in values)
+        if cause == "stem_mode":  # patch and pathtracker each belong to an architecture
+            unmet = "pathtracker" if met.get("arch") == "simple" else unmet
+            met["arch"] = met.get("arch", "vit")
+        sentence = refusal(**met, **{cause: unmet, name: other})
+        assert sentence.startswith(f"--{name}")
+        assert f"does not apply with --{cause} {unmet}: it needs --{cause} {' or '.join(values)}" in sentence
+        if knob.default is not None:
+            assert getattr(Config(**met, **{cause: unmet, name: knob.default}), name) == knob.default
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"stem_mode": "patch"}, "--stem_mode patch is not for --arch simple: type conv or pathtracker"),
+        (
+            {"arch": "vit", "stem_mode": "pathtracker"},
+            "--stem_mode pathtracker is not for --arch vit: type conv or patch",
+        ),
+        (
+            {"arch": "baseline", "pos_embed": "mrope"},
+            "--pos_embed mrope is not for --arch baseline: type none or learnable",
+        ),
+        ({"arch": "baseline", "num_heads": 5}, "--num_heads 5 does not divide embed_dim 32: type 4 or 8"),
+        ({"arch": "baseline", "num_heads": 99}, "--num_heads 99 does not divide embed_dim 32: type 32"),
+        ({"warmup_steps": 0, "warmup_epochs": 0}, "--warmup_steps and --warmup_epochs both set the warm-up"),
+        ({"gpus": "0,x"}, "--gpus 0,x: must be device indices separated by commas, for example 0,1"),
+        ({"gpus": "0,,1"}, "--gpus 0,,1: must be device indices"),
+        ({"gpus": "-1"}, "--gpus -1: must be device indices"),
+        ({"xla_flags": "--xla_a=1 b"}, "--xla_flags --xla_a=1 b: each of them must begin with two dashes"),
+        ({"image_size": 1}, "--image_size 1 is smaller than the stride of the stem, 2 (--stem_layers)"),
+        ({"stem_layers": 5}, "--image_size 16 is smaller than the stride of the stem, 32 (--stem_layers)"),
+        (
+            {"arch": "vit", "stem_stride": 17},
+            "--image_size 16 is smaller than the stride of the stem, 17 (--stem_stride)",
+        ),
+        (
+            {"arch": "vit", "stem_mode": "patch", "image_size": 8},
+            "--image_size 8 is smaller than the stride of the stem, 16 (--patch_size)",
+        ),
+        (
+            {"arch": "vit", "stem_mode": "patch", "image_size": 24},
+            "--image_size 24 does not split into patches of 16: it must be a multiple of 16, type 16 or 32",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(settings, sentence):
+    assert refusal(**settings).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "settings, name", [({"arch": "baseline", "num_heads": 5}, "num_heads"), ({"embed_dim": 33}, "embed_dim")]
+)
+def test_what_an_error_tells_to_type_is_accepted(settings, name):
+    numbers = re.findall(r"\d+", refusal(**settings).split("type ")[1])
+    assert len(numbers) == 2
+    for number in numbers:
+        Config(**{**settings, name: number})
+
+
+@pytest.mark.parametrize(
+    "settings, side",
+    [
+        ({"image_size": 21}, 11),
+        ({"image_size": 40, "stem_layers": 2}, 10),
+        ({"stem_mode": "pathtracker", "image_size": 10}, 10),
+        ({"arch": "vit", "image_size": 21}, 11),
+        ({"arch": "vit", "stem_mode": "patch", "patch_size": 4}, 4),
+    ],
+)
+def test_a_kernel_larger_than_the_map_only_warns(settings, side):
+    assert warnings_for(Config(**settings, kernel_size=side)) == []
+    (sentence,) = warnings_for(Config(**settings, kernel_size=side + 1))
+    assert sentence.startswith(f"--kernel_size {side + 1} is larger than the {side}x{side} map")
+
+
+def test_attention_has_no_kernel_to_warn_of():
+    assert warnings_for(Config(arch="baseline")) == []
