@@ -101,9 +101,8 @@ def explain(error: Exception, config: Config) -> tuple[int, str]:
     origin = type(error).__module__.split(".")[0]
     if isinstance(error, UserError):
         return error.exit_code, str(error)
-    if (
-        origin == "parallel"
-    ):  # knows nothing of exit codes; the errors that it defines are the user's mistakes
+    if origin == "parallel":
+        # That package knows no exit codes; the errors that it defines are the user's mistakes.
         return USAGE, str(error)
     if origin == "jax" and "RESOURCE_EXHAUSTED" in str(error):
         return OUT_OF_MEMORY, _memory_advice(config)

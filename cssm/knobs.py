@@ -124,8 +124,9 @@ def _to_float(value: Any) -> float:
 
 def _to_str(value: Any) -> str:
     if isinstance(value, list | tuple) and all(str(item).isdecimal() for item in value):
-        value = ",".join(map(str, value))  # device indices
-    text = str(value) if type(value) is int else os.fspath(value)
+        text = ",".join(map(str, value))  # device indices
+    else:
+        text = str(value) if type(value) is int else os.fspath(value)
     if not text:
         raise ValueError
     return text
