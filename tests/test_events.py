@@ -90,6 +90,7 @@ def test_a_resumed_run_replaces_what_it_overtakes(tmp_path):
         ("eval", {"split": "val", "step": 33, "run": "killed"}),
         ("checkpoint", {"step": 33, "run": "killed"}),
         *steps("killed", 40),
+        ("error", {"step": 40, "run": "killed"}),
     ]
     log(tmp_path, ("config", {"run": "killed"}), *killed)
     resumed = [*steps("resumed", 25, 32, 39, 46), ("eval", {"split": "val", "step": 46, "run": "resumed"})]
@@ -99,6 +100,7 @@ def test_a_resumed_run_replaces_what_it_overtakes(tmp_path):
         *[("step", step, "killed") for step in (1, 10, 20)],
         ("eval", 20, "killed"),
         ("checkpoint", 20, "killed"),
+        ("error", 40, "killed"),
         ("config", None, "resumed"),
         *[("step", step, "resumed") for step in (25, 32, 39, 46)],
         ("eval", 46, "resumed"),
@@ -113,19 +115,32 @@ def test_an_event_repeated_at_the_same_step_counts_once(tmp_path):
     assert course(path) == [("eval", 9, "a"), ("step", 9, "b"), ("eval", 9, "b")]
 
 
+def tensorboard_events(directory):
+    """What TensorBoard would read of the one event file there."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = directory.iterdir()
+    data, at = file.read_bytes(), 0
+    while at < len(data):  # records of length (8 bytes), checksum (4), an Event, checksum (4)
+        size = int.from_bytes(data[at : at + 8], "little")
+        yield Event.FromString(data[at + 12 : at + 12 + size])
+        at += 16 + size
+
+
 def test_tensorboard_gets_the_scalars(tmp_path):
     out = EventLog(tmp_path, tensorboard=True)
     assert not (tmp_path / "logs").exists()
     out.write("config", {"devices": 2})
-    out.write("step", {"step": 5, "epoch": 1, "loss": math.nan, "grad_norm": np.float32(2), "note": "x"})
-    out.write("eval", {"split": "val", "step": 5, "accuracy": 0.5, "count": 9, "best": True})
+    out.write("step", {"step": 5, "epoch": 1, "loss": math.inf, "grad_norm": np.float32(2), "note": "x"})
+    out.write("eval", {"split": "val", "step": 6, "accuracy": 0.5, "count": 9, "best": True})
     out.close()
-    (file,) = (tmp_path / "logs").iterdir()
-    data = file.read_bytes()
-    for name in (b"train/loss", b"train/grad_norm", b"val/accuracy"):
-        assert name in data
-    for name in (b"devices", b"epoch", b"note", b"count", b"best"):
-        assert name not in data
+    events = list(tensorboard_events(tmp_path / "logs"))
+    scalars = [
+        (event.step, value.tag, value.simple_value) for event in events for value in event.summary.value
+    ]
+    assert scalars == [(5, "train/loss", math.inf), (5, "train/grad_norm", 2.0), (6, "val/accuracy", 0.5)]
+    # The start of a session tells TensorBoard to forget what an interrupted run recorded from that step on.
+    assert [event.step for event in events if event.HasField("session_log")] == [5]
 
 
 def test_tensorboard_without_its_library_is_refused_before_anything_is_written(tmp_path, monkeypatch):
