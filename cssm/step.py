@@ -93,7 +93,9 @@ def decays(params: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)
 
 
-def init_state(model: nn.Module, tx, strategy: Replicated, config: Config, image_shape: tuple[int, ...]) -> TrainState:
+def init_state(
+    model: nn.Module, tx, strategy: Replicated, config: Config, image_shape: tuple[int, ...]
+) -> TrainState:
     """A fresh state from config.seed; jit it, or take its shapes with jax.eval_shape."""
     key = jax.random.key(config.seed)
     images = jnp.zeros((1, *image_shape), jnp.float32)
@@ -125,7 +127,7 @@ def make_train_step(model: nn.Module, tx, strategy: Replicated, config: Config, 
             mutable=["batch_stats"],
         )
         losses = cross_entropy(logits, labels, config.label_smoothing)
-        correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels)
+        correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
         return losses.mean(), (losses.sum(), correct, updates.get("batch_stats", {}))
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
@@ -137,14 +139,23 @@ def make_train_step(model: nn.Module, tx, strategy: Replicated, config: Config, 
         def micro_step(carry, micro):
             grads, batch_stats, loss, correct = carry
             new_grads, (new_loss, new_correct, batch_stats) = grad_fn(
-                state.params, batch_stats, micro["image"], micro["label"], jax.random.fold_in(key, micro["index"])
+                state.params,
+                batch_stats,
+                micro["image"],
+                micro["label"],
+                jax.random.fold_in(key, micro["index"]),
             )
             grads = jax.tree.map(lambda total, g: total + g / grad_accum, grads, new_grads)
             return (grads, batch_stats, loss + new_loss, correct + new_correct), None
 
         micros = jax.tree.map(lambda x: x.reshape(grad_accum, -1, *x.shape[1:]), batch)
         micros["index"] = jnp.arange(grad_accum)
-        zero = (jax.tree.map(jnp.zeros_like, state.params), state.batch_stats, jnp.zeros(()), jnp.zeros((), jnp.int32))
+        zero = (
+            jax.tree.map(jnp.zeros_like, state.params),
+            state.batch_stats,
+            jnp.zeros(()),
+            jnp.zeros((), jnp.int32),
+        )
         if grad_accum == 1:
             (grads, batch_stats, loss, correct), _ = micro_step(zero, jax.tree.map(lambda x: x[0], micros))
         else:
@@ -159,7 +170,7 @@ def make_train_step(model: nn.Module, tx, strategy: Replicated, config: Config, 
             opt_state=opt_state,
             ema_params=_ema(state, params, config.ema_decay),
         )
-        totals = jax.lax.psum((loss, correct, jnp.asarray(batch["label"].size)), AXIS)
+        totals = jax.lax.psum((loss, correct, jnp.asarray(batch["label"].size, jnp.int32)), AXIS)
         return state, sums + Sums(*totals, grad_norm=grad_norm, steps=jnp.ones((), jnp.int32))
 
     return train_step
@@ -169,20 +180,22 @@ def make_eval_step(model: nn.Module) -> Callable:
     """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added, over all devices."""
 
     def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
-        logits = model.apply({"params": params, "batch_stats": batch_stats}, normalise(batch["image"]), train=False)
+        logits = model.apply(
+            {"params": params, "batch_stats": batch_stats}, normalise(batch["image"]), train=False
+        )
         mask, labels = batch["mask"], batch["label"]
         losses = jnp.where(mask > 0, cross_entropy(logits, labels, 0.0), 0.0)
-        correct = jnp.sum((jnp.argmax(logits, axis=-1) == labels) & (mask > 0))
-        loss, correct, count = jax.lax.psum((losses.sum(), correct, jnp.sum(mask > 0)), AXIS)
+        correct = jnp.sum((jnp.argmax(logits, axis=-1) == labels) & (mask > 0), dtype=jnp.int32)
+        loss, correct, count = jax.lax.psum((losses.sum(), correct, jnp.sum(mask > 0, dtype=jnp.int32)), AXIS)
         return sums + Sums(loss, correct, count, grad_norm=jnp.zeros(()), steps=jnp.ones((), jnp.int32))
 
     return eval_step
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, smoothing: float) -> jax.Array:
-    """Softmax cross-entropy [B] in float32, labels smoothed by `smoothing`."""
+    """Softmax cross-entropy [B] of float32 logits [B, classes], labels smoothed by `smoothing`."""
     targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), smoothing)
-    return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
+    return optax.softmax_cross_entropy(logits, targets)
 
 
 def _ema(state: TrainState, params: Tree, decay: float) -> Tree:
@@ -191,4 +204,6 @@ def _ema(state: TrainState, params: Tree, decay: float) -> Tree:
         return {}
     step = state.step.astype(jnp.float32)
     rate = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    return jax.tree.map(lambda average, p: (average + (1.0 - rate) * (p - average)).astype(p.dtype), state.ema_params, params)
+    return jax.tree.map(
+        lambda average, p: (average + (1.0 - rate) * (p - average)).astype(p.dtype), state.ema_params, params
+    )

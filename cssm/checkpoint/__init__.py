@@ -56,7 +56,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait until the last save is committed; raises what it raised."""
         try:
-            self._wait()
+            self.wait()
         finally:
             self._worker.shutdown()
             self._checkpointer.close()
@@ -79,7 +79,7 @@ class Checkpoints:
     def drain(self) -> list[int]:
         """Steps committed and verified since the last call; raises what a save that has ended raised."""
         if self._saving is not None and self._saving.done():
-            self._wait()
+            self.wait()
         committed, self._committed = self._committed, []
         return committed
 
@@ -94,7 +94,7 @@ class Checkpoints:
         """
         if not self.primary:
             return
-        self._wait()
+        self.wait()
         if (newest := max(set(self.steps()) - set(self._abandoned), default=step)) > step:
             raise ValueError(f"step {step} is older than step {newest}, which {self.directory} holds already")
         leaves = step_folder.host_copies(state)
@@ -112,7 +112,7 @@ class Checkpoints:
         there is no checkpoint, if none is intact (exit code 6), and if the checkpoint is of another model,
         naming the array and both shapes. A dtype that differs is an error, never a cast.
         """
-        self._wait()
+        self.wait()
         steps = self.steps()
         known = f"it holds steps {', '.join(map(str, steps))}" if steps else "it holds no checkpoint"
         if not steps or (step is not None and step not in steps):
@@ -125,7 +125,7 @@ class Checkpoints:
                 break
             except PermissionError as error:
                 raise UserError(f"cannot read {error.filename}: permission denied", STORAGE_FAULT) from error
-            except (DamagedError, OSError) as damage:
+            except DamagedError as damage:
                 notes.append(f"the checkpoint of step {candidate} is damaged ({damage})")
         else:
             raise UserError(f"{'; '.join(notes)}; {self.directory}: {known}", STORAGE_FAULT)
@@ -135,7 +135,8 @@ class Checkpoints:
             notes.append(f"going on from step {candidate}; the next save removes newer steps: {newer}")
         return state, meta, candidate, notes
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the last save is committed; raises what it raised."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
@@ -226,3 +227,17 @@ class Checkpoints:
             removed = self.directory / f"{step}.removed"
             self._folder(step).rename(removed)
             shutil.rmtree(removed)
+
+
+def saved_meta(directory: str | Path) -> dict[str, Any]:
+    """The `meta` of the newest step under `directory` whose record can be read; UserError if there is none.
+
+    Whether that step's arrays are intact is for `Checkpoints.restore` to say.
+    """
+    folders = [entry for entry in Path(directory).glob("*") if entry.name.isdecimal()]
+    for folder in sorted(folders, key=lambda entry: int(entry.name), reverse=True):
+        try:
+            return step_folder.read_record(folder)["meta"]
+        except (OSError, ValueError, LookupError):
+            continue
+    raise UserError(f"there is no readable checkpoint in {directory}", STORAGE_FAULT)

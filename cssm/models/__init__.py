@@ -1,6 +1,7 @@
 """Trunks: each maps images [B, H, W, C] or clips [B, T, H, W, C] to logits [B, num_classes]."""
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,13 +17,16 @@ from cssm.positions import ROPE_MODES
 MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
 
 
-def build(config: Config, num_classes: int, wrap_block: Callable | None = None) -> nn.Module:
+def build(
+    config: Config, num_classes: int, wrap_block: Callable | None = None, dtype: Any = None
+) -> nn.Module:
     """The model that the configuration describes.
 
+    dtype: of activations, in place of the configuration's (float64 for an oracle).
     wrap_block: class -> class, applied to the trunk's block (rematerialisation comes in here). The module's call is
     `module(images, train=False)`; it draws from the rng stream "drop_path" when training with a drop-path rate.
     """
-    dtype = jnp.bfloat16 if config.dtype == "bf16" else jnp.float32
+    dtype = dtype or (jnp.bfloat16 if config.dtype == "bf16" else jnp.float32)
     mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype)
     common = {
         "mixer": mixer,
@@ -64,7 +68,10 @@ def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
     )
     ablations = {
         "hgru_bi": {"readout_state": config.readout_state},
-        "gated": {"short_conv_size": config.short_conv_size, "short_conv_spatial_size": config.short_conv_spatial_size},
+        "gated": {
+            "short_conv_size": config.short_conv_size,
+            "short_conv_spatial_size": config.short_conv_spatial_size,
+        },
     }[config.cssm]
     return lambda name: CELLS[config.cssm](options, name=name, **ablations)
 

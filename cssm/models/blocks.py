@@ -13,9 +13,11 @@ from cssm.positions import time_code
 
 
 def norm(norm_type: str, train: bool, dtype, name: str) -> nn.Module:
-    """"layer" over channels (epsilon 1e-6), or "batch" over everything else (momentum 0.99, epsilon 1e-5)."""
+    """ "layer" over channels (epsilon 1e-6), or "batch" over everything else (momentum 0.99, epsilon 1e-5)."""
     if norm_type == "batch":
-        return nn.BatchNorm(use_running_average=not train, momentum=0.99, epsilon=1e-5, dtype=dtype, name=name)
+        return nn.BatchNorm(
+            use_running_average=not train, momentum=0.99, epsilon=1e-5, dtype=dtype, name=name
+        )
     return nn.LayerNorm(epsilon=1e-6, dtype=dtype, name=name)
 
 
@@ -118,7 +120,9 @@ class Attention(nn.Module):
         qkv = qkv.reshape(batch * steps, height * width, 3, self.num_heads, channels // self.num_heads)
         q, k, v = (qkv[:, :, i] for i in range(3))
         y = jax.nn.dot_product_attention(q, k, v)
-        return nn.Dense(channels, dtype=self.dtype, name="proj")(y.reshape(batch, steps, height, width, channels))
+        return nn.Dense(channels, dtype=self.dtype, name="proj")(
+            y.reshape(batch, steps, height, width, channels)
+        )
 
 
 class MLP(nn.Module):

@@ -1,0 +1,82 @@
+"""Run directories: where a run lives, whether it is new, and with which configuration one goes on."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cssm.checkpoint import saved_meta
+from cssm.config import Config, UserError, resolve, resume_config
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run about to start or to go on. config: the complete one; notes: what a person should be told first."""
+
+    directory: Path
+    config: Config
+    resumed: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+
+def open_run(config: Config, typed: Mapping[str, Any]) -> Run:
+    """Find the run that --resume names, or make the directory of a new one.
+
+    Raises UserError for a path that holds no run, for an existing run without --resume, and where the directory
+    cannot be made (exit code 6).
+    """
+    root = Path(config.checkpoint_dir)
+    if config.resume is None:
+        return _new_run(config, root)
+    directory = _newest(root, config.run_name) if config.resume == "auto" else _at(Path(config.resume))
+    if directory is None:
+        fresh = resolve({**typed, "resume": "auto"}, {})
+        run = _new_run(fresh, root)
+        where = root / config.run_name if config.run_name else root
+        return replace(run, notes=(f"--resume auto: there is no checkpoint in {where}, so a new run starts",))
+    meta = saved_meta(directory / CHECKPOINTS)
+    resumed, changes = resume_config(meta["config"], typed)
+    return Run(directory, resumed, True, tuple(changes))
+
+
+def _at(path: Path) -> Path:
+    """The run directory for the path of a run, of its checkpoints folder, or of a checkpoint in it."""
+    if not path.exists():
+        raise UserError(
+            f"--resume {path}: there is no such path; type the directory of a run, or --resume auto for the newest"
+        )
+    for directory in (path, path.parent, path.parent.parent):
+        if _steps(directory):
+            return directory
+    raise UserError(
+        f"--resume {path}: there is no checkpoint in it; type the directory of a run that has saved one"
+    )
+
+
+def _newest(root: Path, run_name: str | None) -> Path | None:
+    candidates = [root / run_name] if run_name else [path for path in root.glob("*") if path.is_dir()]
+    saved = [path for path in candidates if _steps(path)]
+    return max(saved, key=lambda path: max(step.stat().st_mtime for step in _steps(path)), default=None)
+
+
+def _steps(directory: Path) -> list[Path]:
+    return [path for path in (directory / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+
+
+def _new_run(config: Config, root: Path) -> Run:
+    kind = config.arch if config.arch == "baseline" else f"{config.arch}_{config.cssm}"
+    directory = root / (config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}_{kind}")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(
+            f"the run directory {directory} exists already: type --resume {directory} to go on with it, "
+            f"or another --run_name"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    return Run(directory, config, False)

@@ -1,0 +1,113 @@
+"""What a run is made of, put together from its configuration before the first step."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from cssm import data, models
+from cssm.config import Config, applicable, warnings_for
+from cssm.data.pipeline import Source, steps_per_epoch
+from cssm.flops import count_flops
+from cssm.report import Reporter
+from cssm.runs import Run
+from cssm.step import TrainState, init_state, make_optimizer, make_schedule
+from parallel import devices as par
+from parallel.sync import Replicated
+
+WARMUP_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Nothing here changes from step to step."""
+
+    run: Run
+    devices: list[jax.Device]
+    batching: par.Batching
+    sources: dict[str, Source]
+    model: nn.Module
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule
+    strategy: Replicated
+    epoch_steps: int
+    total_steps: int
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        return self.run.config
+
+    def initial_state(self) -> TrainState:
+        """A fresh state; jit it, or take its shapes with jax.eval_shape."""
+        return init_state(self.model, self.tx, self.strategy, self.config, self.sources["train"].image_shape)
+
+
+def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
+    """Load the data and build the model. UserError or DeviceError where the configuration does not fit them."""
+    config = run.config
+    for note in (*run.notes, *warnings_for(config)):
+        report.line(f"note: {note}")
+    sizes = (config.batch_size, config.global_batch_size, config.grad_accum)
+    batching = par.resolve_batch(len(devices), *sizes, default_batch_size=config.batch_size or 1)
+    sources = {split: _load(config, split, report) for split in ("train", "val", "test")}
+    epoch_steps = steps_per_epoch(len(sources["train"]), batching.effective)
+    limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
+    total_steps = min(limit for limit in limits if limit)
+    schedule = make_schedule(config, total_steps, _warmup_steps(config, epoch_steps, total_steps))
+    return Setup(
+        run=run,
+        devices=devices,
+        batching=batching,
+        sources=sources,
+        model=models.build(config, sources["train"].num_classes, nn.remat if config.remat else None),
+        tx=make_optimizer(config, schedule),
+        schedule=schedule,
+        strategy=Replicated(),
+        epoch_steps=epoch_steps,
+        total_steps=total_steps,
+    )
+
+
+def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
+    """The facts of a run, for its banner and its `config` event. shapes: of the state."""
+    config, batching = setup.config, setup.batching
+    image_shape = setup.sources["train"].image_shape
+    variables = {"params": shapes.params, "batch_stats": shapes.batch_stats}
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    return {
+        "arch": config.arch,
+        "cssm": None if config.arch == "baseline" else config.cssm,
+        "dataset": config.dataset,
+        "device_table": par.describe(setup.devices),
+        "platform": setup.devices[0].platform,
+        "devices": batching.devices,
+        "batch_size": batching.batch_size,
+        "grad_accum": batching.grad_accum,
+        "effective_batch": batching.effective,
+        "num_params": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)),
+        "flops_per_image": count_flops(lambda v, x: setup.model.apply(v, x), variables, image),
+        "image_shape": list(image_shape),
+        **{f"{split}_examples": len(source) for split, source in setup.sources.items()},
+        "steps_per_epoch": setup.epoch_steps,
+        "total_steps": setup.total_steps,
+        "run_dir": str(setup.run.directory),
+        "config": applicable(config),
+    }
+
+
+def _load(config: Config, split: str, report: Reporter) -> Source:
+    with report.busy(f"loading {config.dataset} {split}"):
+        return data.load(config, split)
+
+
+def _warmup_steps(config: Config, epoch_steps: int, total_steps: int) -> int:
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    if config.warmup_epochs is not None:
+        return round(config.warmup_epochs * epoch_steps)
+    return round(WARMUP_SHARE * total_steps)

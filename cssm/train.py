@@ -1,0 +1,240 @@
+"""Training: `train` opens a run and takes its steps. Read top to bottom.
+
+Metrics stay on the devices until a log line is due, and the host runs a few steps ahead: no step waits for another's
+numbers. A checkpoint holds everything that the next step needs, and is never made of a state that is not finite.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from cssm.checkpoint import Checkpoints
+from cssm.config import Config, UserError, applicable, resume_record, write_yaml
+from cssm.data.pipeline import eval_batches, train_batches
+from cssm.meter import Meter
+from cssm.report import Reporter
+from cssm.runs import open_run
+from cssm.setup import Setup, describe, set_up
+from cssm.signals import StopSignals
+from cssm.step import Sums, TrainState, make_eval_step, make_train_step
+from parallel import devices as par
+
+# How many steps the host may be ahead of the devices: enough to hide dispatch, little enough to stop promptly.
+STEPS_AHEAD = 4
+NON_FINITE = 5
+
+
+def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: IO[str] | None = None) -> dict[str, Any]:
+    """Train as configured on the devices that are there; returns the run's summary.
+
+    typed: the settings given by hand (`Parsed.typed`), which win over a resumed run's. json_stream: where --headless
+    writes its events. Raises UserError for a mistake or a loss that is not finite (exit code 5), and
+    `signals.Stopped`, with everything saved, when asked to stop.
+    """
+    meter = Meter()
+    devices = par.select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
+    if config.compile_cache:
+        par.enable_compile_cache(Path(str(config.cache_dir)) / "xla")
+    run = open_run(config, typed or {})
+    options = {"headless_stream": json_stream, "quiet": run.config.quiet, "tensorboard": run.config.tensorboard}
+    with Reporter(run.directory, **options) as report, StopSignals() as stop:
+        setup = set_up(run, devices, report)
+        with Checkpoints(run.checkpoints, run.config.max_checkpoints) as checkpoints:
+            loop = Loop(setup, report, checkpoints, stop, meter)
+            loop.start()
+            loop.take_steps()
+            return loop.finish()
+
+
+class Loop:
+    """One run, from its first step here to its summary. step: the last one taken, counted from 1."""
+
+    def __init__(
+        self, setup: Setup, report: Reporter, checkpoints: Checkpoints, stop: StopSignals, meter: Meter
+    ) -> None:
+        self.setup, self.config = setup, setup.config
+        self.report, self.checkpoints, self.stop, self.meter = report, checkpoints, stop, meter
+        step_fn = make_train_step(setup.model, setup.tx, setup.strategy, self.config, setup.batching.grad_accum)
+        self.train_step = par.spmd(step_fn, setup.devices, donate_argnums=0)
+        self.eval_step = par.spmd(make_eval_step(setup.model), setup.devices)
+        self.no_sums = par.replicate(Sums.zeros(), setup.devices)
+        self.state: TrainState
+        self.window = self.no_sums
+        self.step = 0
+        self.saved_step = -1
+        self.best: dict[str, Any] = {}
+        self.last: dict[str, dict[str, Any]] = {}
+        self.time_to_first_step_s = math.nan
+
+    def start(self) -> None:
+        """The state before the first step: fresh, or as the newest intact checkpoint holds it; and the banner."""
+        setup, report, run = self.setup, self.report, self.setup.run
+        shapes = jax.eval_shape(setup.initial_state)
+        facts = describe(setup, shapes)
+        report.banner(facts)
+        report.line(par.running_line(setup.devices))
+        report.event("config", **facts)
+        if run.resumed:
+            with report.busy("restoring the checkpoint"):
+                state, meta, self.step, notes = self.checkpoints.restore(shapes)
+            self.best, self.saved_step = meta["best"], self.step
+            for note in (*notes, f"going on from step {self.step} of {setup.total_steps}"):
+                report.line(f"note: {note}")
+        else:
+            with report.busy("initialising the parameters"), self.meter.span("compile"):
+                state = jax.device_get(jax.jit(setup.initial_state)())
+        write_yaml(run.directory / "config.yaml", applicable(self.config))
+        self.state = par.replicate(state, setup.devices)
+
+    def take_steps(self) -> None:
+        """Every step that is left; raises Stopped after the first one at which that was asked for."""
+        config, total, first = self.config, self.setup.total_steps, self.step + 1
+        host_batches = train_batches(
+            self.setup.sources["train"],
+            self.setup.batching.effective,
+            config.seed,
+            first,
+            total,
+            workers=config.num_workers or 0,
+            prefetch=config.prefetch,
+        )
+        batches = par.prefetch_to_device(host_batches, self.setup.devices, config.prefetch)
+        in_flight: deque[jax.Array] = deque()
+        with self.report.progress(total, self.step), closing(batches):
+            for self.step in range(first, total + 1):
+                with self.meter.span("data_wait"):
+                    batch = next(batches)
+                if self.step == first:
+                    self._first_step(batch)
+                else:
+                    self.state, self.window = self.train_step(self.state, self.window, batch)
+                in_flight.append(self.window.steps)
+                if len(in_flight) > STEPS_AHEAD:
+                    in_flight.popleft().block_until_ready()
+                self.report.update(self.step)
+                self._after_step(first, total)
+                if self.stop.requested and self.step < total:
+                    self._save()
+                    self._wait_for_checkpoints()
+                    raise self.stop.stopped(self.step, self.setup.run.directory)
+
+    def finish(self) -> dict[str, Any]:
+        """The test split, the summary, the curves."""
+        self._evaluate("test")
+        self._wait_for_checkpoints()
+        wall_s = time.monotonic() - self.meter.started
+        summary = {
+            "run_dir": str(self.setup.run.directory),
+            "step": self.step,
+            "best": self.best,
+            **self.last,
+            "time_to_first_step_s": self.time_to_first_step_s,
+            "compile_s": self.meter.seconds["compile"],
+            "wall_s": wall_s,
+            "goodput": self.meter.goodput(),
+            "peak_bytes_per_device": par.peak_bytes(self.setup.devices),
+        }
+        self.report.event("summary", **summary)
+        self.report.plots()
+        return summary
+
+    def _first_step(self, batch: dict[str, jax.Array]) -> None:
+        with self.report.compiling("compiling the training step"), self.meter.span("compile"):
+            self.state, self.window = self.train_step(self.state, self.window, batch)
+            jax.block_until_ready(self.window)
+        self.time_to_first_step_s = time.monotonic() - self.meter.started
+
+    def _after_step(self, first: int, total: int) -> None:
+        """What is due after this step: a log line, an evaluation, a checkpoint."""
+        config, step, last = self.config, self.step, self.step == total
+        if step % config.log_every == 0 or step == first or last:
+            self._log()
+        evaluate = step % (config.eval_every or self.setup.epoch_steps) == 0 or last
+        if evaluate:
+            self._evaluate("val")
+        save_due = step % config.save_every == 0 if config.save_every else evaluate
+        if save_due or last or (evaluate and self.best["step"] == step):
+            self._save()
+        self._report_commits()
+
+    def _log(self) -> None:
+        sums = self._checked(par.unreplicate(self.window))
+        self.window = self.no_sums
+        count, steps = int(sums.count), int(sums.steps)
+        fields = {"loss": sums.loss / count, "accuracy": sums.correct / count}
+        rates = self.meter.window(steps, count)
+        self.report.event(
+            "step",
+            step=self.step,
+            epoch=(self.step - 1) // self.setup.epoch_steps + 1,
+            **fields,
+            learning_rate=float(self.setup.schedule(self.step - 1)),
+            grad_norm=sums.grad_norm / steps,
+            **rates,
+        )
+        self.report.update(self.step, **fields, images_per_s=rates["images_per_s"])
+
+    def _checked(self, sums: Sums) -> Sums:
+        """The same sums, if they are finite."""
+        if np.isfinite(sums.loss) and np.isfinite(sums.grad_norm):
+            return sums
+        what = "loss" if not np.isfinite(sums.loss) else "gradient"
+        before = self.step - int(sums.steps) + 1
+        saved = f"the checkpoint of step {self.saved_step} is good" if self.saved_step > 0 else "nothing was saved yet"
+        message = (
+            f"the {what} is not finite between steps {before} and {self.step} (learning rate "
+            f"{float(self.setup.schedule(self.step - 1)):.3g}); {saved}; try a smaller --lr or --grad_clip"
+        )
+        self.report.event("error", step=self.step, message=message)
+        raise UserError(message, NON_FINITE)
+
+    def _evaluate(self, split: str) -> None:
+        """Every example of the split once, whatever the number of devices; with the averaged parameters if any."""
+        jax.block_until_ready(self.window)
+        params = self.state.ema_params if self.config.ema_decay else self.state.params
+        batch_size = self.setup.batching.batch_size * self.setup.batching.devices
+        sums = self.no_sums
+        with self.report.busy(f"evaluating {split}"), self.meter.span("evaluate"):
+            host_batches = eval_batches(self.setup.sources[split], batch_size, workers=self.config.num_workers or 0)
+            with closing(par.prefetch_to_device(host_batches, self.setup.devices, self.config.prefetch)) as batches:
+                for batch in batches:
+                    sums = self.eval_step(params, self.state.batch_stats, sums, batch)
+            host = par.unreplicate(sums)
+        count = int(host.count)
+        result = {"step": self.step, "loss": float(host.loss) / count, "accuracy": int(host.correct) / count, "count": count}
+        best = split == "val" and result["accuracy"] >= self.best.get("accuracy", -1.0)
+        if best:
+            self.best = result
+        self.last[split] = result
+        self.report.event("eval", split=split, **result, **({"best": True} if best else {}))
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        self._checked(par.unreplicate(self.window))
+        with self.meter.span("save"):
+            val = self.last.get("val", {})
+            meta = {
+                "step": self.step,
+                "best": self.best,
+                "config": resume_record(self.config, self.setup.batching.effective, self.setup.batching.grad_accum),
+            }
+            metric = val["accuracy"] if val.get("step") == self.step else None
+            self.checkpoints.save(self.step, par.unreplicate(self.state), meta, metric)
+        self.saved_step = self.step
+
+    def _wait_for_checkpoints(self) -> None:
+        with self.report.busy("writing the checkpoint"), self.meter.span("save"):
+            self.checkpoints.wait()
+        self._report_commits()
+
+    def _report_commits(self) -> None:
+        for step in self.checkpoints.drain():
+            self.report.event("checkpoint", step=step, path=str(self.setup.run.checkpoints / str(step)))
