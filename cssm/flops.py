@@ -52,7 +52,9 @@ def _of_equation(equation) -> float:
     if name == "fft":
         points = math.prod(params["fft_lengths"])
         real = "RFFT" in str(params["fft_type"]).upper()
-        transformed = equation.invars[0].aval.shape if "IRFFT" not in str(params["fft_type"]).upper() else out.shape
+        transformed = (
+            equation.invars[0].aval.shape if "IRFFT" not in str(params["fft_type"]).upper() else out.shape
+        )
         return float(np.prod(transformed)) * (2.5 if real else 5.0) * math.log2(max(points, 2))
     if name in ELEMENTWISE:
         return size

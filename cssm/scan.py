@@ -22,7 +22,9 @@ Step = Callable[[States, Any, States], States]
 Method = Literal["auto", "reference", "associative"]
 
 
-def linear_scan(step: Step, num_states: int, gates: Any, inputs: States, method: Method = "auto", last_only: bool = False):
+def linear_scan(
+    step: Step, num_states: int, gates: Any, inputs: States, method: Method = "auto", last_only: bool = False
+):
     """Run the recurrence over time.
 
     step: (h, gates_t, inputs_t) -> h. h: `num_states` spectra [B, F, C].

@@ -35,7 +35,10 @@ def hgru_bi_shapes(channels, kernel, height, width, states=3):
     shapes |= dense_shapes("input_proj", channels, 3 * channels)
     for gate in HGRU_BI_GATES:
         shapes |= dense_shapes(gate, channels, frequencies)
-    shapes = {path if "/" not in path or "proj" in path else path.replace("/", "_gate/"): s for path, s in shapes.items()}
+    shapes = {
+        path if "/" not in path or "proj" in path else path.replace("/", "_gate/"): s
+        for path, s in shapes.items()
+    }
     if states > 1:
         shapes |= dense_shapes("output_proj", states * channels, channels)
     return shapes
@@ -46,14 +49,22 @@ def gated_shapes(channels, kernel, height, width, gate_type, spatial, temporal):
     shapes = {"kernel": (channels, kernel, kernel)}
     shapes |= dense_shapes("in_proj", channels, 2 * channels) | dense_shapes("out_proj", channels, channels)
     if spatial:
-        shapes |= {"short_conv_spatial/kernel": (spatial, spatial, 1, channels), "short_conv_spatial/bias": (channels,)}
+        shapes |= {
+            "short_conv_spatial/kernel": (spatial, spatial, 1, channels),
+            "short_conv_spatial/bias": (channels,),
+        }
     if temporal:
-        shapes |= {"short_conv_temporal/kernel": (temporal, 1, channels), "short_conv_temporal/bias": (channels,)}
+        shapes |= {
+            "short_conv_temporal/kernel": (temporal, 1, channels),
+            "short_conv_temporal/bias": (channels,),
+        }
     for gate in ("delta_proj", "B_proj", "C_proj"):
         if gate_type == "dense":
             shapes |= dense_shapes(gate, channels, height * columns)
         else:
-            shapes |= dense_shapes(f"{gate}_h", channels, height) | dense_shapes(f"{gate}_w", channels, columns)
+            shapes |= dense_shapes(f"{gate}_h", channels, height) | dense_shapes(
+                f"{gate}_w", channels, columns
+            )
     return shapes
 
 
@@ -142,10 +153,14 @@ def gated(x, p, gate_type, spatial, temporal, origin="image_center"):
     m, z = np.split(dense(x, p, "in_proj"), 2, axis=-1)
     if spatial:
         before = (spatial - 1) // 2
-        pad = np.pad(m, ((0, 0), (0, 0), (before, spatial - 1 - before), (before, spatial - 1 - before), (0, 0)))
+        pad = np.pad(
+            m, ((0, 0), (0, 0), (before, spatial - 1 - before), (before, spatial - 1 - before), (0, 0))
+        )
         k = p["short_conv_spatial/kernel"]
         m = p["short_conv_spatial/bias"] + sum(
-            k[a, b, 0] * pad[:, :, a : a + height, b : b + width] for a in range(spatial) for b in range(spatial)
+            k[a, b, 0] * pad[:, :, a : a + height, b : b + width]
+            for a in range(spatial)
+            for b in range(spatial)
         )
     if temporal:
         k, conv = p["short_conv_temporal/kernel"], np.zeros_like(m)
@@ -209,7 +224,9 @@ def gated_tree(p, gate_type):
             tree[f"short_conv_temporal_{leaf}"] = p[f"short_conv_temporal/{leaf}"]
     parts = [""] if gate_type == "dense" else ["_h", "_w"]
     fused = {
-        leaf: np.concatenate([p[f"{g}{part}/{leaf}"] for g in ("delta_proj", "B_proj", "C_proj") for part in parts], -1)
+        leaf: np.concatenate(
+            [p[f"{g}{part}/{leaf}"] for g in ("delta_proj", "B_proj", "C_proj") for part in parts], -1
+        )
         for leaf in ("kernel", "bias")
     }
     tree["gates"] = {"dense" if gate_type == "dense" else "factors": fused}

@@ -21,7 +21,13 @@ FINGERPRINTS = [  # kernel, readout, sum, sum of squares, y[0, 3, 2, 5, :3], hal
 
 
 def options(**changes):
-    defaults = {"channels": 8, "kernel_size": 3, "kernel_origin": "image_center", "gate_type": "dense", "scan": "reference"}
+    defaults = {
+        "channels": 8,
+        "kernel_size": 3,
+        "kernel_origin": "image_center",
+        "gate_type": "dense",
+        "scan": "reference",
+    }
     return CellOptions(**{**defaults, "backend": "fft", **changes})
 
 
@@ -41,7 +47,9 @@ def test_published_fingerprints(kernel, readout, total, squares, values, digit):
     np.testing.assert_allclose(y.sum(), total, rtol=1e-5, atol=digit)
     np.testing.assert_allclose((y**2).sum(), squares, rtol=1e-5, atol=digit)
     if values:
-        np.testing.assert_allclose(y[0, 3, 2, 5, :3], values, rtol=1e-5, atol=max(digit, 5e-6 if digit > 1e-6 else 5e-7))
+        np.testing.assert_allclose(
+            y[0, 3, 2, 5, :3], values, rtol=1e-5, atol=max(digit, 5e-6 if digit > 1e-6 else 5e-7)
+        )
 
 
 @pytest.mark.parametrize("scan", ["reference", "associative"])
@@ -77,7 +85,12 @@ def test_gradient_matches_finite_differences_of_the_oracle():
         cell = HGRUBilinear(options(channels=4))
         loss = lambda tree: jnp.sum(jnp.sin(cell.apply({"params": tree}, jnp.asarray(x, jnp.float64))))
         grads = jax.grad(loss)(cast(oracle.hgru_bi_tree(p), jnp.float64))
-    for path, at in [("k_exc", (1, 0, 2)), ("input_proj/kernel", (2, 7)), ("output_proj/bias", (3,)), ("k_inh", (0, 1, 1))]:
+    for path, at in [
+        ("k_exc", (1, 0, 2)),
+        ("input_proj/kernel", (2, 7)),
+        ("output_proj/bias", (3,)),
+        ("k_inh", (0, 1, 1)),
+    ]:
         values = []
         for sign in (1, -1):
             bumped = {name: leaf.copy() for name, leaf in p.items()}
@@ -102,7 +115,9 @@ def test_a_still_image_is_the_clip_of_its_copies(rope_mode, gate_type, key):
 
 def test_a_spectral_kernel_is_complex_and_starts_as_the_spatial_one_does(key):
     x = jnp.asarray(oracle.wave_input())
-    spatial, spectral = (HGRUBilinear(options(kernel_domain=d, kernel_origin="origin")) for d in ("spatial", "spectral"))
+    spatial, spectral = (
+        HGRUBilinear(options(kernel_domain=d, kernel_origin="origin")) for d in ("spatial", "spectral")
+    )
     p_spatial, p_spectral = spatial.init(key, x), spectral.init(key, x)
     leaf = p_spectral["params"]["k_exc"]["spectrum"]
     assert leaf.dtype == jnp.complex64 and leaf.shape == (8, 8, 6)

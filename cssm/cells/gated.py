@@ -37,7 +37,9 @@ class Gated(nn.Module):
         m, z = jnp.split(nn.Dense(2 * o.channels, dtype=o.dtype, name="in_proj")(x), 2, axis=-1)
         m = nn.silu(self._short_convs(m, steps))
         context = core.repeat_over_time(m.mean(axis=(2, 3)), steps)
-        raw = core.FrequencyGates(("delta", "B", "C"), o.gate_type, jnp.multiply, o.dtype, name="gates")(context, height, width)
+        raw = core.FrequencyGates(("delta", "B", "C"), o.gate_type, jnp.multiply, o.dtype, name="gates")(
+            context, height, width
+        )
         delta = nn.softplus(raw["delta"])
         gates = {"decay": jnp.exp(-delta), "write": (delta + 1e-8) * raw["B"]}
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
@@ -56,11 +58,19 @@ class Gated(nn.Module):
     def _short_convs(self, m: jax.Array, steps: int) -> jax.Array:
         o = self.options
         if size := self.short_conv_spatial_size:
-            conv = nn.Conv(o.channels, (size, size), feature_group_count=o.channels, dtype=o.dtype, name="short_conv_spatial")
+            conv = nn.Conv(
+                o.channels,
+                (size, size),
+                feature_group_count=o.channels,
+                dtype=o.dtype,
+                name="short_conv_spatial",
+            )
             m = conv(m)
         if taps := self.short_conv_size:
             m = core.repeat_over_time(m, steps)
-            kernel = self.param("short_conv_temporal_kernel", nn.initializers.lecun_normal(), (taps, 1, o.channels))
+            kernel = self.param(
+                "short_conv_temporal_kernel", nn.initializers.lecun_normal(), (taps, 1, o.channels)
+            )
             bias = self.param("short_conv_temporal_bias", nn.initializers.zeros, (o.channels,))
             m, kernel, bias = nn.dtypes.promote_dtype(m, kernel, bias, dtype=o.dtype)
             past = jnp.pad(m, ((0, 0), (taps - 1, 0), (0, 0), (0, 0), (0, 0)))
