@@ -141,5 +141,5 @@ def _failed(error: Exception, code: int, sentence: str, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     label = "" if code > SIGNALLED else "error: "  # to be stopped is no error
-    print(f"{label}{sentence}", file=sys.stderr, flush=True)
+    print(f"{label}{sentence}".replace("\n", " "), file=sys.stderr, flush=True)
     return code

@@ -157,14 +157,14 @@ def _entries(path: str | Path) -> list[tuple[str, Any, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise UserError(f"{path} line {mark.line + 1 if mark else 1}: not YAML ({error.problem})") from None
-    except (YAMLError, UnicodeDecodeError):
-        raise UserError(f"{path} line 1: not YAML (no UTF-8 text)") from None
+    except (YAMLError, UnicodeDecodeError, AssertionError, KeyError):  # the last two for %YAML 1.3
+        raise UserError(f"{path} line 1: not YAML 1.2 in UTF-8") from None
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read, {error.strerror}") from None
 
     def scalar(node: Any, label: str) -> Any:
-        if isinstance(node, SequenceNode):
-            return [scalar(item, label) for item in node.value]
+        if isinstance(node, SequenceNode) and all(isinstance(item, ScalarNode) for item in node.value):
+            return [item.value for item in node.value]
         if not isinstance(node, ScalarNode):
             raise UserError(f"{label}: must be a value; sections go one level deep")
         return None if not node.style and node.value in ("", "~", "null", "Null", "NULL") else node.value

@@ -123,8 +123,8 @@ def _to_float(value: Any) -> float:
 
 
 def _to_str(value: Any) -> str:
-    if isinstance(value, list | tuple) and all(str(item).isdecimal() for item in value):
-        text = ",".join(map(str, value))  # device indices
+    if isinstance(value, list | tuple):  # device indices
+        text = ",".join(str(int(str(index))) for index in value)
     else:
         text = str(value) if type(value) is int else os.fspath(value)
     if not text:

@@ -76,6 +76,7 @@ def test_the_version_is_that_of_the_project():
         (["--image_size", "1"], "smaller than the stride of the stem"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
         (["--config", "pyproject.toml", "--headless"], "pyproject.toml line 2: not YAML"),
+        (["--arch", "a\nb"], "--arch a b: must be one of"),
         (["--mode", "flatten"], "is not accepted"),
         (["--arch", "simple", "--mlp_ratio", "2"], "does not apply"),
         (["devices", "--lr", "1"], "does not apply"),
