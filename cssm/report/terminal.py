@@ -17,6 +17,7 @@ JAX_NAMES = {"gpu": "cuda"}  # of a device: cuda:0 on the gpu backend, cpu:0, tp
 
 
 def plural(n: int, noun: str) -> str:
+    """As 1 device, 2 devices."""
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
@@ -28,6 +29,7 @@ def clock(seconds: float) -> str:
 
 
 def gibibytes(n_bytes: float) -> str:
+    """As 79.6 GiB."""
     return f"{n_bytes / 2**30:.1f} GiB"
 
 
