@@ -125,7 +125,7 @@ class Checkpoints:
                 break
             except PermissionError as error:
                 raise UserError(f"cannot read {error.filename}: permission denied", STORAGE_FAULT) from error
-            except DamagedError as damage:
+            except (DamagedError, OSError) as damage:
                 notes.append(f"the checkpoint of step {candidate} is damaged ({damage})")
         else:
             raise UserError(f"{'; '.join(notes)}; {self.directory}: {known}", STORAGE_FAULT)

@@ -50,13 +50,9 @@ def host_copies(state: Tree) -> Leaves:
 
 
 def array_record(leaf: np.ndarray) -> dict[str, Any]:
-    """Shape, dtype, and the sha256 of both and of the bytes."""
-    content = f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
-    return {
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    """What identifies an array: shape, dtype, and the sha256 of its bytes."""
+    digest = hashlib.sha256(leaf.tobytes()).hexdigest()
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "sha256": digest}
 
 
 def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: dict[str, Any]) -> None:
@@ -107,7 +103,10 @@ def check_files(folder: Path) -> None:
 
 def check_model(folder: Path, arrays: dict[str, Any], target: dict[str, Any]) -> None:
     """Raise UserError, naming the first array, if the target by path has others than the record tells of."""
-    here = {name: (tuple(np.shape(leaf)), str(np.result_type(leaf))) for name, leaf in target.items()}
+    here = {
+        name: (tuple(np.shape(leaf)), str(leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)))
+        for name, leaf in target.items()
+    }
     there = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in arrays.items()}
     # Parameters first: they say more about what differs than the optimizer state that mirrors them.
     for name in sorted({*here, *there}, key=lambda name: (not name.startswith("params/"), name)):
