@@ -174,7 +174,7 @@ class Config:
     debug: bool = _report(False, "show the traceback of errors", resume="fresh")
     # fmt: on
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Check and convert every value, fill in the recipe, then check the values against each other."""
         for name, setting in KNOBS.items():
             object.__setattr__(self, name, setting.coerce(getattr(self, name), f"--{name}"))
