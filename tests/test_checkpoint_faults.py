@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from test_checkpoint import TARGET, assert_same, damage, fill, state_at
@@ -121,10 +122,40 @@ def test_a_failed_save_is_told_once_and_leaves_no_rubbish(tmp_path, monkeypatch,
     assert checkpoints.drain() == [1, 2, 5]
 
 
+def test_a_save_that_fails_after_an_interrupted_wait_is_still_told(tmp_path, monkeypatch):
+    release = threading.Event()
+
+    def fail(*args):
+        assert release.wait(timeout=30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step_folder, "write", fail)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state_at(1), {})
+    with monkeypatch.context() as patch:
+        patch.setattr("cssm.checkpoint.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.wait()
+    release.set()
+    with pytest.raises(UserError, match="No space left"):
+        checkpoints.close()
+
+
+def test_a_directory_that_goes_away_is_told(tmp_path):
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        (tmp_path / "run").rmdir()
+        with pytest.raises(UserError, match="--checkpoint_dir") as caught:
+            checkpoints.save(1, state_at(1), {})
+    assert caught.value.exit_code == 6
+
+
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     with Checkpoints(tmp_path) as checkpoints:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 100, 10))
-        with pytest.raises(UserError, match=r"0\.0 MB free") as caught:
+        with pytest.raises(UserError, match=r"0\.00 MB free") as caught:
             checkpoints.save(1, state_at(1), {})
     assert caught.value.exit_code == 6
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -103,11 +104,7 @@ def test_the_running_line_is_exact():
     devices = jax.devices()
     assert running_line(devices[:1]) == "Running on 1 device"
     assert running_line(devices[:4]) == "Running on 4 devices (multi-CPU enabled)"
-
-    class Gpu:
-        platform = "gpu"
-
-    assert running_line([Gpu(), Gpu()]) == "Running on 2 devices (multi-GPU enabled)"
+    assert running_line([SimpleNamespace(platform="gpu")] * 2) == "Running on 2 devices (multi-GPU enabled)"
 
 
 def test_devices_are_described():
@@ -116,12 +113,8 @@ def test_devices_are_described():
         {"id": i, "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None} for i in (0, 1)
     ]
     assert peak_bytes(jax.devices()) is None
-
-    class Gpu:
-        def __init__(self, peak):
-            self.memory_stats = lambda: {"peak_bytes_in_use": peak}
-
-    assert peak_bytes([Gpu(3), Gpu(7), jax.devices()[0]]) == 7
+    gpus = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 7)]
+    assert peak_bytes([*gpus, jax.devices()[0]]) == 7
 
 
 @pytest.mark.parametrize("size", [4, 6])
@@ -268,12 +261,9 @@ def test_the_count_would_notice_a_second_compilation(compiled):
     devices = jax.devices()
     host, batch, step = training(devices, [])
     elsewhere = NamedSharding(Mesh(np.array(devices), ("other",)), PartitionSpec("other"))
-    state = jax.device_put(unreplicated_stack(host, len(devices)), elsewhere)
+    stacked = jax.tree.map(lambda x: np.stack([np.asarray(x)] * 8), host)
+    state = jax.device_put(stacked, elsewhere)
     assert compilations(step, state, batch, compiled)[0] == [1, 1, 0]
-
-
-def unreplicated_stack(tree, count):
-    return jax.tree.map(lambda x: np.stack([np.asarray(x)] * count), tree)
 
 
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path):

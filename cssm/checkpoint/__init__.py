@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -137,8 +137,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the last save is committed; raises what it raised."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
+        if self._saving is not None:
+            wait([self._saving])  # Ctrl-C may end this; the save is then still to be waited for
+            saving, self._saving = self._saving, None
             saving.result()
 
     def _prepare_directory(self) -> None:
@@ -151,18 +152,24 @@ class Checkpoints:
                 if re.fullmatch(r"\d+\.(partial|removed).*", entry.name):
                     shutil.rmtree(entry)
         except OSError as error:
-            raise UserError(
-                f"cannot write checkpoints to {self.directory} ({error.strerror}): "
-                "choose another --checkpoint_dir",
-                STORAGE_FAULT,
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write checkpoints to {self.directory} ({error.strerror}): "
+            "choose another --checkpoint_dir",
+            STORAGE_FAULT,
+        )
 
     def _need_space(self, size_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.directory).free
+        try:
+            free_bytes = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            raise self._unwritable(error) from error
         if free_bytes < size_bytes:
             raise UserError(
-                f"a checkpoint needs {size_bytes / 1e6:.1f} MB, but {self.directory} has "
-                f"{free_bytes / 1e6:.1f} MB free: make room, or choose another --checkpoint_dir",
+                f"a checkpoint needs {size_bytes / 1e6:.2f} MB, but {self.directory} has "
+                f"{free_bytes / 1e6:.2f} MB free: make room, or choose another --checkpoint_dir",
                 STORAGE_FAULT,
             )
 
