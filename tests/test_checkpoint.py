@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from cssm.checkpoint import Checkpoints, step_folder
+from cssm.checkpoint import Checkpoints, saved_meta, step_folder
 from cssm.config import UserError
 from parallel.devices import replicate, spmd, unreplicate
 
@@ -217,3 +217,12 @@ def test_mistakes_of_the_caller_are_told_at_once(tmp_path):
         with pytest.raises(TypeError, match="params"):
             checkpoints.save(1, {"params": "text"}, {})
     assert checkpoints.steps() == []
+
+
+def test_the_newest_readable_meta(tmp_path):
+    fill(tmp_path, [None, None])
+    assert saved_meta(tmp_path) == {"epoch": 2}
+    (tmp_path / "2" / "record" / "metadata").write_text("{")
+    assert saved_meta(tmp_path) == {"epoch": 1}
+    with pytest.raises(UserError, match="no readable checkpoint"):
+        saved_meta(tmp_path / "nothing")

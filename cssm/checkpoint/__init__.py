@@ -193,7 +193,7 @@ class Checkpoints:
         except (OSError, ValueError, DamagedError) as error:  # to orbax a full disk is a ValueError
             for leftover in self.directory.glob(f"{step}.partial*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            reason = str(error).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"cannot write the checkpoint of step {step} to {self.directory}: {reason}", STORAGE_FAULT
             ) from error
