@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(parsed: Parsed, stream: IO[str] | None) -> int:
     if parsed.verb == "devices":
-        from cssm.train import devices
+        from cssm.hardware import show_devices
 
-        devices(parsed.config, json_stream=stream)
+        show_devices(parsed.config, json_stream=stream)
     else:
-        from cssm.train import train
+        from cssm.training import train
 
         train(parsed.config, typed=parsed.typed, json_stream=stream)
     return 0

@@ -17,6 +17,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
 )
+# The tests compile far more than they run.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Compiled programs are kept between runs of the tests, in a folder that git ignores.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "xla" / platform.node())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"

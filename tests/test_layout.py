@@ -17,10 +17,10 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 # name that follows `cssm.`.
 MAY_IMPORT = {
     "main": "cli",
-    "cssm": "config train",
-    "cli": "cssm config report train inference data",
-    "train": "cssm config data report checkpoint runs setup meter signals step models parallel",
-    "inference": "cssm config data report checkpoint step models parallel",
+    "cssm": "config training",
+    "cli": "cssm config report training hardware",
+    "training": "cssm config data report checkpoint runs setup meter signals step parallel",
+    "hardware": "config report parallel",
     "step": "config models parallel",
     "setup": "cssm config data report runs step models flops parallel",
     "meter": "",
@@ -158,13 +158,13 @@ def test_sources_keep_the_rules(guard):
 @pytest.mark.parametrize(
     "guard,module,good,bad",
     [
-        (import_order, "cssm.train", "from cssm import step, __version__", "from cssm import cli"),
+        (import_order, "cssm.training", "from cssm import step, __version__", "from cssm import cli"),
         (import_order, "cssm.models.vit", "from cssm.models.blocks import Mlp", "import parallel.sync"),
         (
             import_order,
             "cssm.step",
             "from parallel.devices import AXIS",
-            "def f(): import cssm.train",
+            "def f(): import cssm.training",
         ),
         (import_order, "cssm.config", "import json", "from .data import load"),
         (import_order, "parallel.devices", "import parallel.sync", "from cssm.config import UserError"),
@@ -177,10 +177,10 @@ def test_sources_keep_the_rules(guard):
         (one_pmap, "parallel.devices", "jax.pmap(f)", "jax.pmap(f)\njax.pmap(g)"),
         (one_pmap, "cssm.step", "jax.jit(f)", "from jax import pmap as parallel_map"),
         (one_pmap, "cssm.step", "jax.lax.pmean(x, 'devices')", "jax.pmap(f)"),
-        (narrow_except, "cssm.train", "try: f()\nexcept ValueError: g()", "try: f()\nexcept: g()"),
+        (narrow_except, "cssm.training", "try: f()\nexcept ValueError: g()", "try: f()\nexcept: g()"),
         (
             narrow_except,
-            "cssm.train",
+            "cssm.training",
             "try: f()\nexcept Exception: raise",
             "try: f()\nexcept (OSError, BaseException): g()",
         ),
@@ -237,7 +237,7 @@ def test_the_command_line_config_and_data_load_no_jax():
 
 
 def test_training_needs_no_optional_library():
-    assert "jax" in imported(["cssm.train", "cssm.cli", "cssm.data"], OPTIONAL)
+    assert "jax" in imported(["cssm.training", "cssm.cli", "cssm.data"], OPTIONAL)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ class Simple(nn.Module):
                 x = nn.softplus(blocks.norm(self.norm_type, train, self.dtype, f"body_norm_{i}")(x))
         x = nn.softplus(blocks.norm(self.norm_type, train, self.dtype, "readout_norm")(x))
         x = blocks.pool(x, self.pool_type)
-        x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name="norm_post")(x)
+        x = blocks.layer_norm(self.dtype, "norm_post")(x)
         return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(jnp.promote_types(self.dtype, jnp.float32))
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:

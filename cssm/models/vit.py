@@ -35,10 +35,10 @@ class Block(nn.Module):
             y = blocks.LayerScale(self.layer_scale_init, name=f"{name}_scale")(y)
             return blocks.DropPath(self.drop_path_rate, self.train, name=f"{name}_drop")(y)
 
-        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name="mixer_norm")(x)
+        y = blocks.layer_norm(self.dtype, "mixer_norm")(x)
         y = self.mixer(name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
         x = (x[:, -1:] if self.last_only else x) + branch(y, "mixer")
-        y = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name="mlp_norm")(x)
+        y = blocks.layer_norm(self.dtype, "mlp_norm")(x)
         return x + branch(blocks.MLP(self.mlp_ratio, self.dtype, name="mlp")(y), "mlp")
 
 
@@ -87,7 +87,7 @@ class ViT(nn.Module):
                 dtype=self.dtype,
                 name=f"block_{i}",
             )(x)
-        x = nn.LayerNorm(epsilon=1e-6, dtype=self.dtype, name="head_norm")(nn.gelu(x))
+        x = blocks.layer_norm(self.dtype, "head_norm")(nn.gelu(x))
         logits = nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(jnp.promote_types(self.dtype, jnp.float32))
         return blocks.pool(logits, self.pool_type)
 
