@@ -1,7 +1,8 @@
 """Integer building blocks of procedural images: a counter-based hash, chains of bars, distances, rendering.
 
-Everything is integer arithmetic, so that a result is the same to the bit on every machine. Lengths and positions are in
-units of 1/64 px, headings in whole degrees; the centre of pixel (row, column) is at y = 64 row, x = 64 column.
+Everything is integer arithmetic, so that a result is the same to the bit on every machine. Lengths and
+positions are in units of 1/64 px, headings in whole degrees; pixel (row, column) is centred on (64 column,
+64 row).
 """
 
 import math
@@ -11,9 +12,10 @@ import numpy as np
 
 UNIT = 64  # steps to a pixel
 TRIG_BITS = 14
-# math.cos may differ in its last bit between machines; no entry is near enough to a rounding boundary to change (tested).
+# math.cos may differ in its last bit between machines, no entry is so near a boundary as to change (tested)
 COS = np.array([round(2**TRIG_BITS * math.cos(math.radians(d))) for d in range(360)], np.int32)
 SIN = np.roll(COS, 90)
+HALF = 1 << (TRIG_BITS - 1)
 TURN_BITS = 12
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -29,7 +31,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def fold(keys: np.ndarray, word: int | np.ndarray) -> np.ndarray:
-    """Keys of the sub-streams called `word`: uint64 [...] and a non-negative int (below 2**64), or an array of them."""
+    """Keys of the sub-streams called `word`: uint64 [...], and an int below 2**64 or an array of them."""
     words = np.atleast_1d(np.asarray(word, np.uint64))  # arrays wrap silently where scalars warn
     return mix(keys ^ mix((words + np.uint64(1)) * np.uint64(_GOLDEN)))
 
@@ -64,14 +66,14 @@ def turns(keys: np.ndarray, stream: int, count: int, max_turn: int) -> np.ndarra
 
 def along(heading: np.ndarray, length: int) -> np.ndarray:
     """The vector of `length` units at `heading` degrees (0 .. 359): int32 [...] -> int32 [2, ...] (x, y)."""
-    half = 1 << (TRIG_BITS - 1)
-    return np.stack([(length * table.take(heading) + half) >> TRIG_BITS for table in (COS, SIN)])
+    return np.stack([(length * table.take(heading) + HALF) >> TRIG_BITS for table in (COS, SIN)])
 
 
 def chain(start: np.ndarray, headings: np.ndarray, pitch: int) -> np.ndarray:
     """Points every half pitch along a chain of straight steps.
 
-    start int32 [2, M], headings int32 [M, n] (0 .. 359) -> int32 [2, M, 2n + 1]; even points are joints, odd ones middles.
+    start int32 [2, M], headings int32 [M, n] (0 .. 359) -> int32 [2, M, 2n + 1]; even points are joints, odd
+    ones middles.
     """
     steps = along(headings, pitch // 2)
     steps = np.repeat(steps, 2, axis=2)
@@ -81,15 +83,15 @@ def chain(start: np.ndarray, headings: np.ndarray, pitch: int) -> np.ndarray:
 
 
 def clear(a: np.ndarray, b: np.ndarray, distance: int) -> np.ndarray:
-    """Whether all points of a keep `distance` from all points of b: int32 [2, M, p] and [2, M, q] -> bool [M]."""
+    """Whether all points of a keep `distance` from all of b: int32 [2, M, p], int32 [2, M, q] -> bool [M]."""
     nearest = np.full(a.shape[1:], np.iinfo(np.int32).max, np.int32)
     for j in range(b.shape[2]):
         np.minimum(nearest, _squared(a[0] - b[0, :, j, None], a[1] - b[1, :, j, None]), out=nearest)
-    return (nearest >= distance**2).all(1)
+    return np.asarray((nearest >= distance**2).all(1))
 
 
 def self_clear(a: np.ndarray, distance: int, skip: int) -> np.ndarray:
-    """Whether points of a chain more than `skip` apart along it keep `distance`: int32 [2, M, p] -> bool [M]."""
+    """Whether points more than `skip` apart along a chain keep `distance`: int32 [2, M, p] -> bool [M]."""
     good = np.ones(a.shape[1], bool)
     for lag in range(skip + 1, a.shape[2]):
         good &= (_squared(*(a[:, :, lag:] - a[:, :, :-lag])) >= distance**2).all(1)
@@ -98,7 +100,7 @@ def self_clear(a: np.ndarray, distance: int, skip: int) -> np.ndarray:
 
 def apart(a: np.ndarray, b: np.ndarray, distance: int) -> np.ndarray:
     """Whether two points keep `distance`: int32 [2, M] twice -> bool [M]."""
-    return _squared(*(a - b)) >= distance**2
+    return np.asarray(_squared(*(a - b)) >= distance**2)
 
 
 def _squared(dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
@@ -106,7 +108,7 @@ def _squared(dx: np.ndarray, dy: np.ndarray) -> np.ndarray:
 
 
 class Canvas:
-    """uint8 images [M, size, size] drawn on by maximum; shapes are anti-aliased and may reach over the edge."""
+    """uint8 images [M, size, size] drawn on by maximum; shapes are anti-aliased and may cross the edge."""
 
     def __init__(self, count: int, size: int, reach: int) -> None:
         """`reach`: the radius in px of the largest shape."""
@@ -115,21 +117,19 @@ class Canvas:
         self._pixels = np.zeros(count * self._side**2, np.uint8)
         self._first = np.arange(count, dtype=np.int32) * self._side**2
 
-    def bars(self, centre: np.ndarray, heading: np.ndarray, length: int, thickness: int, level: int) -> None:
-        """One bar an image: centre int32 [2, M], heading int32 [M]."""
-        dx, dy, at = self._patch(centre, (length + thickness) // 2)
+    def bars(self, centre: np.ndarray, heading: np.ndarray, length: int, radius: int, level: int) -> None:
+        """One bar an image, all within `radius` of a segment: centre int32 [2, M], heading int32 [M]."""
+        dx, dy, at = self._patch(centre, length // 2 + radius)
         cos, sin = (table.take(heading)[:, None, None] for table in (COS, SIN))
-        u = np.abs((dx * cos + dy * sin) >> TRIG_BITS)
-        v = np.abs((dy * cos - dx * sin) >> TRIG_BITS)
-        inside = np.clip((UNIT + length) // 2 - u, 0, UNIT) * np.clip((UNIT + thickness) // 2 - v, 0, UNIT)
-        self._draw(at, inside * level // UNIT**2)
+        # rounded to nearest: were it down, a bar would reach a little further at its head than at its tail
+        u = (dx * cos + dy * sin + HALF) >> TRIG_BITS
+        v = (dy * cos - dx * sin + HALF) >> TRIG_BITS
+        self._draw(at, np.maximum(np.abs(u) - length // 2, 0), v, radius, level)
 
     def discs(self, centre: np.ndarray, radius: int, level: int) -> None:
         """One disc an image: centre int32 [2, M]."""
         dx, dy, at = self._patch(centre, radius)
-        # IEEE 754 prescribes every bit of a square root, so that this float is exact
-        distance = np.sqrt((dx * dx + dy * dy).astype(np.float64)).astype(np.int32)
-        self._draw(at, np.clip(UNIT // 2 + radius - distance, 0, UNIT) * level // UNIT)
+        self._draw(at, dx, dy, radius, level)
 
     def images(self) -> np.ndarray:
         """uint8 [M, size, size, 1], contiguous."""
@@ -138,7 +138,7 @@ class Canvas:
         return np.ascontiguousarray(square[:, inner, inner])[..., None]
 
     def _patch(self, centre: np.ndarray, radius: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Offsets x [M, 1, p] and y [M, p, 1] of the pixels around `centre`, and their flat positions [M, p, p]."""
+        """Offsets x [M, 1, p] and y [M, p, 1] of the pixels around `centre`, and where they are [M, p, p]."""
         reach = -(-radius // UNIT) + 1
         offsets = np.arange(-reach, reach + 1, dtype=np.int32)
         pixel = (centre + UNIT // 2) // UNIT
@@ -149,5 +149,8 @@ class Canvas:
         dy = y * UNIT - centre[1][:, None]
         return dx[:, None, :], dy[:, :, None], at
 
-    def _draw(self, at: np.ndarray, values: np.ndarray) -> None:
+    def _draw(self, at: np.ndarray, dx: np.ndarray, dy: np.ndarray, radius: int, level: int) -> None:
+        # IEEE 754 prescribes every bit of a square root, so that this float is exact
+        distance = np.sqrt(_squared(dx, dy).astype(np.float64)).astype(np.int32)
+        values = np.clip(UNIT // 2 + radius - distance, 0, UNIT) * level // UNIT
         self._pixels[at] = np.maximum(self._pixels[at], values.astype(np.uint8))

@@ -1,8 +1,8 @@
 """Pathfinder: do the two discs sit at the ends of one contour (label 1) or of two (label 0)?
 
-After Linsley et al. 2018 (arXiv:1805.08315), drawn anew from (seed, split, index), without files to download. It differs from the
-published images in that marker distance, position and the line ends at the markers have the same distribution in both
-classes (scenes.py says how); in the published ones a rule on marker distance alone finds up to 86% of the labels.
+After Linsley et al. 2018 (arXiv:1805.08315), drawn anew from (seed, split, index), without files to download.
+Unlike in the published images, marker distance, place and the line ends at the markers have one distribution
+in both classes (scenes.py says how); there, a rule on marker distance alone finds up to 86% of the labels.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class PathfinderSpec:
     difficulty: str
     image_size: int
     paddles: int  # in each of the two contours
-    length: float  # of a paddle
-    gap: float  # between paddles of one contour
+    length: float  # of a paddle's centre line; its ends are round and reach thickness / 2 further
+    gap: float  # between the centre lines of neighbouring paddles
     thickness: float
     max_turn: int  # from a paddle to the next
     clearance: float  # between the centre lines of different contours
@@ -61,32 +61,35 @@ class PathfinderSpec:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
-# The sizes at which each difficulty was designed; spec() scales to others.
+# The sizes at which each difficulty was designed, its usual one first; spec() scales to others. At 300 px the
+# published lengths, turns and counts.
 SPECS = (
     #              difficulty size paddles length gap thick turn clear radius shared distractors of
-    PathfinderSpec("easy", 32, 4, 4.5, 0.0, 2.0, 75, 5.0, 1.5, 1, 0, 0),
-    PathfinderSpec("6", 64, 6, 5.0, 2.0, 1.5, 50, 7.0, 2.5, 2, 4, 2),
-    PathfinderSpec("9", 64, 9, 4.0, 1.5, 1.5, 50, 6.0, 2.5, 2, 5, 3),
-    PathfinderSpec("14", 128, 14, 5.0, 2.5, 1.5, 50, 8.0, 3.0, 2, 8, 4),
-    PathfinderSpec("20", 128, 20, 5.0, 2.0, 1.5, 50, 7.0, 3.0, 2, 8, 6),
-    PathfinderSpec("25", 128, 25, 4.5, 1.5, 1.5, 50, 6.0, 3.0, 2, 6, 8),
+    PathfinderSpec("easy", 32, 5, 3.5, 0.0, 1.5, 75, 4.5, 1.5, 1, 2, 3),
+    PathfinderSpec("6", 64, 6, 3.5, 3.5, 1.5, 60, 6.0, 2.5, 2, 4, 2),
+    PathfinderSpec("6", 32, 6, 2.0, 2.0, 1.0, 60, 4.5, 1.5, 2, 2, 2),
+    PathfinderSpec("6", 300, 6, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 2),
+    PathfinderSpec("9", 64, 9, 2.5, 3.0, 1.5, 50, 6.0, 2.5, 2, 5, 3),
+    PathfinderSpec("9", 300, 9, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 3),
+    PathfinderSpec("14", 128, 14, 3.5, 4.0, 1.5, 50, 8.0, 3.0, 2, 8, 4),
+    PathfinderSpec("14", 64, 14, 2.0, 2.0, 1.0, 60, 4.5, 2.0, 2, 5, 4),
+    PathfinderSpec("14", 300, 14, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 4),
+    PathfinderSpec("20", 128, 20, 2.5, 3.5, 1.5, 50, 7.0, 3.0, 2, 8, 6),
+    PathfinderSpec("20", 300, 20, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 6),
+    PathfinderSpec("25", 128, 25, 2.0, 3.0, 1.5, 50, 6.0, 3.0, 2, 8, 8),
+    PathfinderSpec("25", 300, 25, 3.0, 7.0, 2.0, 50, 11.0, 5.0, 2, 15, 8),
 )
 DIFFICULTIES = tuple(dict.fromkeys(row.difficulty for row in SPECS))
-LEAST = {
-    "length": 3.0,
-    "gap": 1.0,
-    "thickness": 1.0,
-    "clearance": 4.0,
-    "marker_radius": 1.5,
-}  # px that can be seen
+# px that can be seen
+LEAST = {"length": 2.0, "gap": 2.0, "thickness": 1.0, "clearance": 4.5, "marker_radius": 1.5}
 LARGEST_SIZE = 448  # squared distances stay below 2**31
 
 
 def spec(difficulty: str, image_size: int) -> PathfinderSpec:
-    """The parameters of a difficulty (easy, or the number of paddles: 6, 9, 14, 20, 25) on a canvas of image_size px.
+    """The parameters of a difficulty (easy, or the paddles of a contour: 6, 9, 14, 20, 25) on image_size px.
 
-    A size without a row in SPECS takes the row nearest in size and scales every length with it, rounded to 1/4 px: the same
-    scenes, drawn finer or coarser. Raises UserError for a size at which they could not be seen.
+    A size without a row in SPECS scales every length of the nearest row that stays visible there, rounded
+    to 1/4 px: the same scenes, finer or coarser. Raises UserError for a size at which it cannot be seen.
     """
     rows = [row for row in SPECS if row.difficulty == difficulty]
     if not rows:
@@ -95,25 +98,28 @@ def spec(difficulty: str, image_size: int) -> PathfinderSpec:
     if found is None:
         smallest = next(size for size in range(1, LARGEST_SIZE) if _scaled(rows, size))
         raise UserError(
-            f"--image_size {image_size}: Pathfinder {difficulty} can be drawn from {smallest} to {LARGEST_SIZE} px, "
-            f"type --image_size {rows[0].image_size}"
+            f"--image_size {image_size}: Pathfinder {difficulty} takes {smallest} to {LARGEST_SIZE} "
+            f"pixels, type --image_size {rows[0].image_size}"
         )
     return found
 
 
 def _scaled(rows: list[PathfinderSpec], size: int) -> PathfinderSpec | None:
-    """The nearest row at another size; None where its lengths fall under LEAST (a gap of 0 stays 0)."""
-    row = min(rows, key=lambda row: max(row.image_size, size) / max(1, min(row.image_size, size)))
-    if size != row.image_size:
-        lengths = {name: round(4 * getattr(row, name) * size / row.image_size) / 4 for name in LEAST}
-        row = replace(row, image_size=size, **lengths)
-    seen = all(getattr(row, name) >= least for name, least in LEAST.items() if name != "gap" or rows[0].gap)
-    return row if seen and size <= LARGEST_SIZE else None
+    """The nearest row that is visible at this size, if any: no length under LEAST (a gap of 0 stays 0)."""
+    for row in sorted(rows, key=lambda row: max(row.image_size / max(size, 1), size / row.image_size)):
+        scaled = row
+        if size != row.image_size:
+            quarters = {name: round(4 * getattr(row, name) * size / row.image_size) for name in LEAST}
+            scaled = replace(row, image_size=size, **{name: n / 4 for name, n in quarters.items()})
+        seen = all(getattr(scaled, name) >= least for name, least in LEAST.items() if getattr(row, name))
+        if seen and size <= LARGEST_SIZE:
+            return scaled
+    return None
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where everything is, to check labels against. Positions (x, y) in px from the centre of the top left pixel."""
+    """Where everything is, to check labels against: (x, y) in px from the centre of the top left pixel."""
 
     contours: np.ndarray  # float64 [n, 2, paddles + 1, 2]: joints of both contours
     distractors: np.ndarray  # float64 [n, distractors, distractor_paddles + 1, 2]
@@ -127,8 +133,8 @@ def generate(
 ) -> tuple[np.ndarray, np.ndarray, Geometry]:
     """The images with some indices: uint8 [n, S, S, 1], labels int32 [n], and their Geometry.
 
-    An image depends on (spec, seed, split, its index) alone, to the bit, on every machine: not on the other indices.
-    seed: 0 .. 2**64 - 1; split: train, val or test; indices: int64 [n], not negative.
+    An image depends on (spec, seed, split, its index) alone, to the bit, on every machine: not on the other
+    indices. seed: 0 .. 2**64 - 1; split: train, val or test; indices: int64 [n], not negative.
     """
     starts = range(0, max(len(indices), 1), CHUNK)
     images, labels, parts = zip(
@@ -189,8 +195,8 @@ def _labels(stream: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def _render(spec: PathfinderSpec, scenes: Scenes, markers: np.ndarray) -> np.ndarray:
-    length, thickness, radius = (round(x * UNIT) for x in (spec.length, spec.thickness, spec.marker_radius))
-    reach = -(-max(length + thickness, 2 * radius) // (2 * UNIT)) + 1
+    length, width, radius = (round(x * UNIT) for x in (spec.length, spec.thickness, spec.marker_radius))
+    reach = -(-max(length + width, 2 * radius) // (2 * UNIT))
     canvas = Canvas(markers.shape[1], spec.image_size, reach)
     for points, headings in (
         (scenes.points, scenes.headings),
@@ -198,7 +204,7 @@ def _render(spec: PathfinderSpec, scenes: Scenes, markers: np.ndarray) -> np.nda
     ):
         for contour, paddle in np.ndindex(headings.shape[1:]):
             centre, heading = points[:, :, contour, 2 * paddle + 1], headings[:, contour, paddle]
-            canvas.bars(centre, heading, length, thickness, spec.contour_level)
+            canvas.bars(centre, heading, length, width // 2, spec.contour_level)
     for marker in range(2):
         canvas.discs(markers[:, :, marker], radius, spec.marker_level)
     return canvas.images()
@@ -209,21 +215,23 @@ def pathfinder_source(
 ) -> ArraySource:
     """Pathfinder at config.pathfinder_difficulty and config.image_size, from the cache or generated into it.
 
-    Of the split's NUM_IMAGES no more are generated than config.max_train_examples or max_eval_examples ask for.
+    No more of a split's NUM_IMAGES are generated than config.max_train_examples or max_eval_examples ask for.
     """
-    chosen = spec(config.pathfinder_difficulty, config.image_size)
+    size, folder, workers = config.image_size, config.cache_dir, config.num_workers
+    assert size is not None and folder is not None and workers is not None, "resolve() leaves none unset"
+    chosen = spec(config.pathfinder_difficulty, size)
     limit = config.max_train_examples if split == "train" else config.max_eval_examples
-    size = NUM_IMAGES[chosen.difficulty][split]
-    n = size if limit is None else min(limit, size)
+    most = NUM_IMAGES[chosen.difficulty][split]
+    n = most if limit is None else min(limit, most)
     images, labels = cached_arrays(
-        Path(config.cache_dir)
+        Path(folder)
         / "pathfinder"
         / f"v{chosen.version}-{chosen.digest}"
         / f"{DATA_SEED}_{split}_{n}",
         partial(_labelled, chosen, DATA_SEED, split),
         n,
         (chosen.image_size, chosen.image_size, 1),
-        num_workers=config.num_workers,
+        num_workers=workers,
         progress=progress,
     )
     return ArraySource(images, labels, num_classes=2)

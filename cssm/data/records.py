@@ -47,12 +47,13 @@ def cached_arrays(
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Examples 0 .. n-1 of `make`: images uint8 [n, *image_shape] (read-only, memory-mapped) and labels int32 [n].
+    """Examples 0 .. n-1 of `make`: uint8 [n, *image_shape], read-only, memory-mapped, and labels int32 [n].
 
-    `folder` names everything that decides them. If it holds them, intact by their SHA-256, nothing is made. Otherwise
-    `make(indices)` (picklable) runs in num_workers new processes (0: in this one), `progress(done, total)` is called as
-    chunks arrive, and the files are written elsewhere and moved into place whole: of two processes that make them at
-    once, the slower uses what the faster left. Raises UserError (exit 6) where the disk is full or not writable.
+    `folder` names everything that decides them. If it holds them, intact by their SHA-256, nothing is made.
+    Otherwise `make(indices)` (picklable) runs in num_workers new processes (0: in this one), `progress(done,
+    total)` is called as chunks arrive, and the files are written elsewhere and moved into place whole: of two
+    processes that make them at once, the slower uses what the faster left. Raises UserError, exit code 6,
+    where the disk is full or not writable.
     """
     found = _load(folder, n, image_shape)
     if found is None:
@@ -66,14 +67,12 @@ def cached_arrays(
             else:
                 raise
             raise UserError(
-                f"cannot keep generated images in {folder.parent}: {why}; type --cache_dir with another folder",
+                f"cannot keep generated images in {folder.parent}: {why}; type --cache_dir FOLDER",
                 exit_code=6,
             ) from error
         found = _load(folder, n, image_shape)
     if found is None:
-        raise UserError(
-            f"{folder} cannot be read back as written: type --cache_dir with another folder", exit_code=6
-        )
+        raise UserError(f"{folder} does not read back as written: type --cache_dir FOLDER", exit_code=6)
     return found
 
 
@@ -106,7 +105,7 @@ def _make(
 
 
 def _file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> BinaryIO:
-    """A .npy file open for writing its content; not a memory map, which dies of SIGBUS where the disk is full."""
+    """A .npy file open for its content; no memory map, since that ends in SIGBUS where the disk is full."""
     file = path.open("wb")
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
@@ -127,8 +126,8 @@ def _results(
             yield from pool.map(make, chunks)
         except BrokenProcessPool as error:
             raise UserError(
-                f"one of {num_workers} worker processes that make images was ended from outside, perhaps for want of "
-                "memory: type --num_workers 0 to make them in this process"
+                f"one of {num_workers} worker processes was ended from outside, perhaps for want of memory: "
+                "type --num_workers 0 to make the images in this process"
             ) from error
 
 
