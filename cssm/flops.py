@@ -51,10 +51,9 @@ def _of_equation(equation) -> float:
         return 2.0 * size * math.prod(kernel[d] for d in spec[1:])
     if name == "fft":
         points = math.prod(params["fft_lengths"])
-        real = "RFFT" in str(params["fft_type"]).upper()
-        transformed = (
-            equation.invars[0].aval.shape if "IRFFT" not in str(params["fft_type"]).upper() else out.shape
-        )
+        kind = params["fft_type"].name
+        real = kind.endswith("RFFT")
+        transformed = out.shape if kind == "IRFFT" else equation.invars[0].aval.shape
         return float(np.prod(transformed)) * (2.5 if real else 5.0) * math.log2(max(points, 2))
     if name in ELEMENTWISE:
         return size

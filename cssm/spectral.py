@@ -4,7 +4,10 @@ A spectrum is a `Spectrum(re, im)` of two real arrays [..., H, Wf, C] with Wf = 
 broadcasting gates simple. Forward transforms are unnormalised, inverse ones carry 1 / (H W), as in numpy.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -120,7 +123,12 @@ def scale(factor: jax.Array, a: Spectrum) -> Spectrum:
 
 def add(*terms: Spectrum) -> Spectrum:
     """Sum of spectra."""
-    return Spectrum(sum(t.re for t in terms), sum(t.im for t in terms))
+    return Spectrum(total([t.re for t in terms]), total([t.im for t in terms]))
+
+
+def total(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Sum of arrays; unlike the built-in `sum` it adds no zero, which would be an operation of its own."""
+    return functools.reduce(operator.add, arrays)
 
 
 def _full_precision(dtype: jnp.dtype) -> jnp.dtype:

@@ -116,8 +116,8 @@ class StateReadout(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), channels, self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         kernel, bias = nn.dtypes.promote_dtype(kernel, bias, dtype=self.dtype)
-        re = sum(s.re @ kernel[i] for i, s in enumerate(states))
-        im = sum(s.im @ kernel[i] for i, s in enumerate(states))
+        re = spectral.total([s.re @ kernel[i] for i, s in enumerate(states)])
+        im = spectral.total([s.im @ kernel[i] for i, s in enumerate(states)])
         return Spectrum(re.at[..., 0, 0, :].add(bias * (height * width)), im)
 
 

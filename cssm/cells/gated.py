@@ -74,5 +74,5 @@ class Gated(nn.Module):
             bias = self.param("short_conv_temporal_bias", nn.initializers.zeros, (o.channels,))
             m, kernel, bias = nn.dtypes.promote_dtype(m, kernel, bias, dtype=o.dtype)
             past = jnp.pad(m, ((0, 0), (taps - 1, 0), (0, 0), (0, 0), (0, 0)))
-            m = sum(kernel[i, 0] * past[:, i : i + m.shape[1]] for i in range(taps)) + bias
+            m = spectral.total([kernel[i, 0] * past[:, i : i + m.shape[1]] for i in range(taps)]) + bias
         return m

@@ -1,0 +1,102 @@
+"""Parts of trunks."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cssm.models import blocks
+
+
+def randn(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("height,width", [(4, 6), (5, 7)])
+def test_max_pool_is_flaxs(height, width):
+    x = randn(2, 3, height, width, 4)
+    want = nn.max_pool(x.reshape(6, height, width, 4), (2, 2), (2, 2), "SAME").reshape(2, 3, -(-height // 2), -(-width // 2), 4)
+    np.testing.assert_array_equal(blocks.max_pool_2x2(x), want)
+
+
+def test_layer_norm_survives_a_mean_far_above_the_spread(key):
+    """As the difference of two squares the variance of such values would be noise."""
+    x = randn(1, 1, 2, 2, 64) * 1e-2 + 100.0
+    norm = blocks.layer_norm(jnp.float32, "norm")
+    y = norm.apply(norm.init(key, x), x)
+    exact = np.asarray(x, np.float64)
+    want = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(y, want, atol=1e-2)
+
+
+def test_batch_norm_uses_running_statistics_outside_of_training(key):
+    x = randn(4, 1, 3, 3, 2) + 5
+    train, test = (blocks.norm("batch", train, jnp.float32, "norm") for train in (True, False))
+    variables = train.init(key, x)
+    y, updates = train.apply(variables, x, mutable=["batch_stats"])
+    np.testing.assert_allclose(np.asarray(y).mean((0, 1, 2, 3)), 0, atol=1e-5)
+    assert np.asarray(test.apply(variables, x)).mean() > 4
+    np.testing.assert_allclose(updates["batch_stats"]["mean"], 0.01 * np.asarray(x).mean((0, 1, 2, 3)), rtol=1e-4)
+
+
+def test_drop_path_drops_whole_examples_and_keeps_the_mean(key):
+    x = jnp.ones((4000, 1, 1, 1, 2))
+    y = np.asarray(blocks.DropPath(0.25, train=True).apply({}, x, rngs={"drop_path": key}))
+    np.testing.assert_allclose(np.unique(y), [0.0, 4 / 3], rtol=1e-6)
+    assert (y[..., 0] == y[..., 1]).all()
+    np.testing.assert_allclose(y.mean(), 1.0, atol=0.05)
+    np.testing.assert_array_equal(blocks.DropPath(0.25, train=False).apply({}, x), x)
+
+
+def test_pooling_types_are_ordered_mean_logsumexp_max():
+    x = randn(3, 2, 4, 5, 6)
+    mean, soft, top = (np.asarray(blocks.pool(x, name)) for name in ("mean", "logsumexp", "max"))
+    assert mean.shape == (3, 6)
+    assert (mean <= soft).all() and (soft <= top).all()
+    np.testing.assert_allclose(mean, np.asarray(x).mean((1, 2, 3)), atol=1e-6)
+    np.testing.assert_array_equal(top, np.asarray(x).max((1, 2, 3)))
+
+
+def test_attention_is_softmax_attention_within_each_frame(key):
+    attention, x = blocks.Attention(2, jnp.float32), randn(2, 3, 2, 2, 8)
+    params = attention.init(key, x)
+    p = params["params"]
+    qkv = np.asarray(x.reshape(2, 3, 4, 8) @ p["qkv"]["kernel"]).reshape(2, 3, 4, 3, 2, 4)
+    q, k, v = (np.moveaxis(qkv[..., i, :, :], -2, -3) for i in range(3))  # [B, T, heads, N, 4]
+    scores = np.exp(q @ np.swapaxes(k, -1, -2) / 2)
+    y = np.moveaxis(scores / scores.sum(-1, keepdims=True) @ v, -3, -2).reshape(2, 3, 2, 2, 8) @ p["proj"]["kernel"]
+    np.testing.assert_allclose(attention.apply(params, x), y, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stem,side",
+    [
+        (blocks.ConvPoolStem(6, 2, "layer", jnp.float32), 3),
+        (blocks.PointwiseStem(6, "layer", jnp.float32), 9),
+        (blocks.StridedStem(6, 4, "batch", jnp.float32), 3),
+        (blocks.PatchStem(6, 3, jnp.float32), 3),
+    ],
+)
+def test_stems_take_frames_to_maps(stem, side, key):
+    x = randn(2, 3, 9, 9, 1)
+    y, _ = stem.init_with_output(key, x, True)
+    assert y.shape == (2, 3, side, side, 6)
+
+
+def test_a_position_table_is_added_and_the_time_code_unrolls_a_still_image(key):
+    x = jnp.zeros((2, 1, 3, 4, 8))
+    table, params = blocks.AddPositions("learnable", 5, jnp.float32).init_with_output(key, x)
+    np.testing.assert_array_equal(table[1, 0], params["params"]["pos_embed"])
+    assert blocks.AddPositions("sinusoidal", 5, jnp.float32).apply({}, x).shape == (2, 5, 3, 4, 8)
+    assert blocks.AddPositions("mrope", 5, jnp.float32).apply({}, x) is x
+
+
+def test_layer_scale_starts_at_its_value(key):
+    y, _ = blocks.LayerScale(0.5).init_with_output(key, jnp.ones((2, 3)))
+    np.testing.assert_array_equal(y, 0.5)
+
+
+def test_gradients_flow_through_the_pool_once_for_each_maximum():
+    grads = jax.grad(lambda x: blocks.max_pool_2x2(x).sum())(randn(1, 1, 5, 5, 1))
+    assert float(grads.sum()) == pytest.approx(9.0)

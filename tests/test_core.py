@@ -1,0 +1,71 @@
+"""Parts of cells: spectral projections equal spatial ones, gates have the promised shape, kernels are bounded."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cssm import spectral
+from cssm.cells import CELLS, core
+from cssm.cells.core import CellOptions
+from cssm.config import CELLS_NAMES
+
+
+def randn(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def test_the_names_of_cells_are_those_of_the_command_line():
+    assert tuple(CELLS) == CELLS_NAMES
+
+
+def test_projecting_a_spectrum_equals_projecting_in_space():
+    x, kernel, bias = randn(2, 3, 6, 7, 4), randn(4, 5, seed=1), randn(5, seed=2)
+    x_hat = spectral.rfft2(x)
+    got = core.SpectralDense(5).apply({"params": {"kernel": kernel, "bias": bias}}, x_hat, 7)
+    np.testing.assert_allclose(spectral.irfft2(got, 7), x @ kernel + bias, atol=1e-5)
+
+
+def test_reading_states_equals_a_dense_layer_on_their_concatenation():
+    states = [randn(2, 1, 6, 7, 4, seed=i) for i in range(3)]
+    kernel, bias = randn(3, 4, 4, seed=5), randn(4, seed=6)
+    spectra = tuple(spectral.rfft2(s) for s in states)
+    got = core.StateReadout(4).apply({"params": {"kernel": kernel, "bias": bias}}, spectra, 7)
+    want = jnp.concatenate(states, axis=-1) @ kernel.reshape(12, 4) + bias
+    np.testing.assert_allclose(spectral.irfft2(got, 7), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate_type", ["dense", "factored"])
+def test_gates_are_shared_by_channels_and_few_when_factored(gate_type, key):
+    gates = core.FrequencyGates(("a", "b"), gate_type)
+    params = gates.init(key, randn(2, 3, 4), 6, 8)
+    raw = gates.apply(params, randn(2, 3, 4), 6, 8)
+    assert {name: value.shape for name, value in raw.items()} == {"a": (2, 3, 30, 1), "b": (2, 3, 30, 1)}
+    assert (raw["a"] != raw["b"]).any()
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert count == 2 * (4 + 1) * (30 if gate_type == "dense" else 6 + 5)
+
+
+@pytest.mark.parametrize("combine", [jnp.add, jnp.multiply])
+def test_factored_gates_combine_rows_and_columns(combine, key):
+    gates, context = core.FrequencyGates(("a",), "factored", combine), randn(1, 1, 4)
+    params = gates.init(key, context, 3, 4)
+    both = np.asarray(context @ params["params"]["factors"]["kernel"])[0, 0]
+    want = combine(both[:3, None], both[None, 3:]).reshape(9)
+    np.testing.assert_allclose(gates.apply(params, context, 3, 4)["a"][0, 0, :, 0], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("domain", ["spatial", "spectral"])
+def test_kernels_are_bounded_spectra_of_the_flattened_map(domain, key):
+    options = CellOptions(channels=4, kernel_size=5, kernel_domain=domain)
+    kernel = core.SpectralKernel(options, nn.initializers.normal(10.0))
+    k_hat, params = kernel.init_with_output(key, 6, 8)
+    assert k_hat.re.shape == (30, 4)
+    assert float(jnp.hypot(*k_hat).max()) < 0.999
+    assert [leaf.dtype.kind for leaf in jax.tree.leaves(params)] == ["f" if domain == "spatial" else "c"]
+
+
+def test_raw_xavier_has_the_spread_of_the_raw_shape(key):
+    sample = core.xavier_normal_raw(key, (64, 11, 11))
+    np.testing.assert_allclose(float(sample.std()), 1 / np.sqrt(64 * 11), rtol=0.03)
