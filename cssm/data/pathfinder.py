@@ -31,7 +31,7 @@ NUM_IMAGES = {  # unless --max_train_examples or --max_eval_examples ask for few
     "25": {"train": 100_000, "val": 5_000, "test": 5_000},
 }
 BLOCK = 100  # consecutive images that hold exactly half of each class
-CHUNK = 512  # images drawn at once: bounds memory, changes no image
+CHUNK = 1024  # images drawn at once: bounds memory, changes no image
 SCENE, LABEL = 0, 1  # streams of random numbers
 
 
@@ -66,8 +66,8 @@ class PathfinderSpec:
 SPECS = (
     #              difficulty size paddles length gap thick turn clear radius shared distractors of
     PathfinderSpec("easy", 32, 5, 3.5, 0.0, 1.5, 75, 4.5, 1.5, 1, 2, 3),
-    PathfinderSpec("6", 64, 6, 3.5, 3.5, 1.5, 60, 6.0, 2.5, 2, 4, 2),
-    PathfinderSpec("6", 32, 6, 2.0, 2.0, 1.0, 60, 4.5, 1.5, 2, 2, 2),
+    PathfinderSpec("6", 64, 6, 4.0, 3.5, 1.5, 60, 7.0, 2.5, 2, 4, 2),
+    PathfinderSpec("6", 32, 6, 2.0, 2.0, 1.0, 75, 5.0, 1.5, 2, 2, 2),
     PathfinderSpec("6", 300, 6, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 2),
     PathfinderSpec("9", 64, 9, 2.5, 3.0, 1.5, 50, 6.0, 2.5, 2, 5, 3),
     PathfinderSpec("9", 300, 9, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 3),
@@ -224,10 +224,7 @@ def pathfinder_source(
     most = NUM_IMAGES[chosen.difficulty][split]
     n = most if limit is None else min(limit, most)
     images, labels = cached_arrays(
-        Path(folder)
-        / "pathfinder"
-        / f"v{chosen.version}-{chosen.digest}"
-        / f"{DATA_SEED}_{split}_{n}",
+        Path(folder) / "pathfinder" / f"v{chosen.version}-{chosen.digest}" / f"{DATA_SEED}_{split}_{n}",
         partial(_labelled, chosen, DATA_SEED, split),
         n,
         (chosen.image_size, chosen.image_size, 1),

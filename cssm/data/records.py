@@ -18,7 +18,7 @@ import numpy as np
 
 from cssm.config import UserError
 
-CHUNK = 500  # examples that a worker makes at a time
+CHUNK = 1000  # examples that a worker makes at a time
 Maker = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
