@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -85,11 +86,15 @@ def test_a_damaged_cache_is_made_again_and_said(tmp_path, capsys, damage):
     assert _files(tmp_path) == ["cache", "cache/images.npy", "cache/index.json", "cache/labels.npy"]
 
 
-def test_two_that_make_at_once_end_with_one_intact_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "CHUNK", 10)
-    folder = tmp_path / "cache"
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(cached_arrays, folder, partial(_make, None), 200, SHAPE) for _ in range(4)]
+def test_two_that_make_at_once_end_with_one_intact_copy(tmp_path):
+    folder, barrier = tmp_path / "cache", Barrier(2, timeout=60)
+
+    def make(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        barrier.wait()
+        return _make(None, indices)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(cached_arrays, folder, make, 200, SHAPE) for _ in range(2)]
         for job in jobs:
             np.testing.assert_array_equal(job.result()[0], _make(None, np.arange(200))[0])
     assert _files(tmp_path) == ["cache", "cache/images.npy", "cache/index.json", "cache/labels.npy"]
