@@ -1,5 +1,6 @@
 """Run directories: where a run lives, whether it is new, and with which configuration one goes on."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -71,8 +72,9 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def _new_run(config: Config, root: Path) -> Run:
-    kind = config.arch if config.arch == "baseline" else f"{config.arch}_{config.cssm}"
-    directory = root / (config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}_{kind}")
+    if config.run_name is None:
+        return Run(_unused_directory(config, root), config, False)
+    directory = root / config.run_name
     if directory.exists() and any(directory.iterdir()):
         raise UserError(
             f"the run directory {directory} exists already: type --resume {directory} to go on with it, "
@@ -80,3 +82,18 @@ def _new_run(config: Config, root: Path) -> Run:
         )
     directory.mkdir(parents=True, exist_ok=True)
     return Run(directory, config, False)
+
+
+def _unused_directory(config: Config, root: Path) -> Path:
+    """Made and named after the time and the model; runs of the same second are told apart by a number."""
+    kind = config.arch if config.arch == "baseline" else f"{config.arch}_{config.cssm}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}_{kind}"
+    root.mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count(1):
+        directory = root / (name if attempt == 1 else f"{name}_{attempt}")
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            continue
+        return directory
+    raise AssertionError("unreachable: the numbers do not end")

@@ -4,7 +4,6 @@ Metrics stay on the devices until a log line is due, and the host runs a few ste
 numbers. A checkpoint holds everything that the next step needs, and is never made of a state that is not finite.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -71,7 +70,7 @@ class Loop:
         self.saved_step = -1
         self.best: dict[str, Any] = {}
         self.last: dict[str, dict[str, Any]] = {}
-        self.time_to_first_step_s = math.nan
+        self.time_to_first_step_s: float | None = None
 
     def start(self) -> None:
         """The state before the first step: fresh, or as the newest intact checkpoint holds it; and the banner."""
@@ -85,7 +84,10 @@ class Loop:
             with report.busy("restoring the checkpoint"):
                 state, meta, self.step, notes = self.checkpoints.restore(shapes)
             self.best, self.saved_step = meta["best"], self.step
-            for note in (*notes, f"going on from step {self.step} of {setup.total_steps}"):
+            ahead = f"going on from step {self.step} of {setup.total_steps}"
+            if self.step >= setup.total_steps:
+                ahead = f"step {self.step} was the last, no step is left; a larger --epochs or --max_steps goes on"
+            for note in (*notes, ahead):
                 report.line(f"note: {note}")
         else:
             with report.busy("initialising the parameters"), self.meter.span("compile"):
@@ -107,6 +109,8 @@ class Loop:
         )
         batches = par.prefetch_to_device(host_batches, self.setup.devices, config.prefetch)
         in_flight: deque[jax.Array] = deque()
+        if first > total:
+            return
         with self.report.progress(total, self.step), closing(batches):
             for self.step in range(first, total + 1):
                 with self.meter.span("data_wait"):

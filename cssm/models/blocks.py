@@ -3,6 +3,7 @@
 Activations are [B, T, H, W, C] throughout; a still image has T = 1 until a recurrent cell unrolls it.
 """
 
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -171,21 +172,26 @@ class DropPath(nn.Module):
 
 
 def pool(x: jax.Array, pool_type: str) -> jax.Array:
-    """[B, T, H, W, C] -> [B, C] by "mean", "max" or "logsumexp" (minus log of the count: bounded by max and mean)."""
-    axes = (1, 2, 3)
+    """[B, T, H, W, C] -> [B, C] by "mean", "max" or "logsumexp" (minus log of the count: between mean and max)."""
+    x = x.reshape(x.shape[0], -1, x.shape[-1])
     if pool_type == "mean":
-        return x.mean(axis=axes)
+        return x.mean(axis=1)
     if pool_type == "max":
-        return x.max(axis=axes)
-    count = x.shape[1] * x.shape[2] * x.shape[3]
-    return jax.nn.logsumexp(x.astype(jnp.float32), axis=axes) - jnp.log(float(count))
+        # Not x.max(): its gradient divides by the number of x equal to the maximum, which is 0 / 0 where the compiler
+        # computes x once more with another rounding. The first maximum takes the whole gradient instead.
+        first = jnp.argmax(x, axis=1, keepdims=True)
+        return jnp.take_along_axis(x, first, axis=1)[:, 0]
+    return jax.nn.logsumexp(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=1) - math.log(x.shape[1])
 
 
 def max_pool_2x2(x: jax.Array) -> jax.Array:
-    """2x2 max-pool, stride 2, SAME, over H and W of [..., H, W, C]; a reshape: its gradient is twice nn.max_pool's speed."""
+    """2x2 max-pool, stride 2, SAME, over H and W of [..., H, W, C].
+
+    By pairs, whose gradient is a choice and never a division (see `pool`); on a CPU several times faster than nn.max_pool's.
+    """
     height, width = x.shape[-3:-1]
     if height % 2 or width % 2:
         pad = [(0, 0)] * (x.ndim - 3) + [(0, height % 2), (0, width % 2), (0, 0)]
         x = jnp.pad(x, pad, constant_values=-jnp.inf)
-    height, width = x.shape[-3:-1]
-    return x.reshape(*x.shape[:-3], height // 2, 2, width // 2, 2, x.shape[-1]).max(axis=(-4, -2))
+    x = jnp.maximum(x[..., 0::2, :, :], x[..., 1::2, :, :])
+    return jnp.maximum(x[..., 0::2, :], x[..., 1::2, :])

@@ -1,0 +1,216 @@
+"""Whole runs in this process: what they leave behind, and that an interruption changes nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from cssm import train
+from cssm.checkpoint import Checkpoints
+from cssm.checkpoint.step_folder import read_arrays, read_record
+from cssm.config import Config, UserError, parse_args
+from cssm.report import read_events
+from cssm.signals import Stopped
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = {
+    "cssm": "gated",
+    "embed_dim": 4,
+    "image_size": 8,
+    "kernel_size": 3,
+    "seq_len": 2,
+    "max_train_examples": 40,
+    "max_eval_examples": 21,
+    "global_batch_size": 8,
+    "log_every": 1,
+    "eval_every": 3,
+    "max_steps": 6,
+    "ema_decay": 0.9,
+    "norm_type": "batch",
+    "num_devices": 1,
+}
+
+
+def argv(root, name, **settings):
+    given = {**TINY, "checkpoint_dir": root, "run_name": name, **settings}
+    return [f"--{key}={value}" for key, value in given.items() if value is not None]
+
+
+def start(root, name, **settings):
+    return train(Config(**{**TINY, "checkpoint_dir": str(root), "run_name": name, "quiet": True, **settings}))
+
+
+def go_on(root, name, *more):
+    parsed = parse_args(["--resume", str(root / name), "--checkpoint_dir", str(root), "--quiet", *more])
+    return train(parsed.config, parsed.typed)
+
+
+def arrays(run, step):
+    import orbax.checkpoint as ocp
+
+    folder = run / "checkpoints" / str(step)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        return read_arrays(checkpointer, folder.absolute(), read_record(folder)["arrays"])
+
+
+def losses(run):
+    return {e["step"]: (e["loss"], e["learning_rate"]) for e in read_events(run / "metrics.jsonl") if e["event"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Six steps in one go."""
+    root = tmp_path_factory.mktemp("whole")
+    return root / "run", start(root, "run")
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    run, summary = whole
+    events = read_events(run / "metrics.jsonl")
+    assert events[0]["event"] == "config" and events[0]["schema"] == 1
+    assert (events[0]["devices"], events[0]["effective_batch"], events[0]["grad_accum"]) == (1, 8, 1)
+    steps = [e for e in events if e["event"] == "step"]
+    assert [e["step"] for e in steps] == [1, 2, 3, 4, 5, 6] and steps[-1]["epoch"] == 2
+    wanted = {"loss", "accuracy", "learning_rate", "grad_norm", "images_per_s", "step_ms", "data_wait_ms"}
+    assert wanted <= steps[0].keys()
+    evals = [(e["split"], e["step"], e["count"]) for e in events if e["event"] == "eval"]
+    assert evals == [("val", 3, 21), ("val", 6, 21), ("test", 6, 21)]
+    assert {e["step"] for e in events if e["event"] == "checkpoint"} == {3, 6}
+    assert events[-1]["event"] == "summary" and events[-1]["test"] == summary["test"]
+    assert 0 < summary["goodput"] < 1 and summary["compile_s"] > 0
+    assert (run / "plots" / "loss.png").stat().st_size > 1000
+    assert "embed_dim: 4" in (run / "config.yaml").read_text()
+
+
+def test_the_saved_configuration_reproduces_the_run(whole, tmp_path):
+    run, summary = whole
+    pytest.importorskip("ruamel.yaml")
+    again = ["--config", str(run / "config.yaml"), "--run_name", "again", "--checkpoint_dir", str(tmp_path), "--quiet"]
+    assert train(parse_args(again).config)["test"] == summary["test"]
+
+
+def test_three_steps_a_kill_and_three_more_are_six_steps_bit_for_bit(whole, tmp_path):
+    run, _ = whole
+    command = [sys.executable, str(ROOT / "main.py"), *argv(tmp_path, "killed"), "--max_steps=6", "--headless"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in process.stdout:
+        if json.loads(line)["event"] == "checkpoint":
+            process.kill()
+            break
+    process.wait()
+    process.stdout.close()
+    assert process.returncode == -signal.SIGKILL
+    with Checkpoints(tmp_path / "killed" / "checkpoints") as checkpoints:
+        assert checkpoints.latest() == 3
+    go_on(tmp_path, "killed", "--num_devices", "1")
+    assert losses(tmp_path / "killed") == losses(run)
+    there, here = arrays(run, 6), arrays(tmp_path / "killed", 6)
+    assert there.keys() == here.keys()
+    for name, leaf in there.items():
+        np.testing.assert_array_equal(here[name], leaf, err_msg=name)
+
+
+def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
+    """With statistics of the whole batch (layer norm), four devices and two take the same steps, to rounding."""
+    settings = {"norm_type": "layer", "optimizer": "sgd", "lr": 0.01, "schedule": "constant", "warmup_steps": 0}
+    start(tmp_path, "four", num_devices=4, max_steps=3, **settings)
+    start(tmp_path, "straight", num_devices=2, **settings)
+    summary = go_on(tmp_path, "four", "--num_devices", "2", "--max_steps", "6")
+    assert summary["step"] == 6
+    there, here = arrays(tmp_path / "straight", 6), arrays(tmp_path / "four", 6)
+    for name, leaf in there.items():
+        np.testing.assert_allclose(here[name], leaf, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_finished_run_says_so_and_goes_on_when_given_more_steps(tmp_path, capsys):
+    start(tmp_path, "run", max_steps=3)
+    before = (tmp_path / "run" / "checkpoints" / "3" / "files.json").stat()
+    assert go_on(tmp_path, "run", "--num_devices", "1")["step"] == 3
+    assert "no step is left" in capsys.readouterr().out
+    assert (tmp_path / "run" / "checkpoints" / "3" / "files.json").stat() == before
+    summary = go_on(tmp_path, "run", "--max_steps", "5", "--num_devices", "1")
+    assert summary["step"] == 5
+    assert set(losses(tmp_path / "run")) == {1, 2, 3, 4, 5}
+
+
+def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
+    from cssm.training import Loop
+
+    log = Loop._log
+
+    def log_and_signal(self):
+        log(self)
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Loop, "_log", log_and_signal)
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 2") as stopped:
+        start(tmp_path, "run")
+    assert stopped.value.exit_code == 143
+    assert [e["step"] for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "checkpoint"] == [2]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+    with pytest.raises(UserError, match="not finite between steps") as error:
+        start(tmp_path, "run", lr=1e30, optimizer="sgd", grad_clip=0.0, log_every=2, ema_decay=0.0, norm_type="layer")
+    assert error.value.exit_code == 5
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert not [step for step in checkpoints.steps() if step > 1]
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_path, capsys):
+    import shutil
+
+    run, _ = whole
+    shutil.copytree(run, tmp_path / "copy")
+    data_file = max((tmp_path / "copy" / "checkpoints" / "6").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+    content = bytearray(data_file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    data_file.write_bytes(content)
+    go_on(tmp_path, "copy", "--num_devices", "1")
+    said = capsys.readouterr().out
+    assert "the checkpoint of step 6 is damaged" in said and "going on from step 3" in said
+    assert losses(tmp_path / "copy") == losses(run)
+
+
+def test_resuming_with_other_channels_is_refused(whole, tmp_path):
+    run, _ = whole
+    parsed = parse_args(["--resume", str(run), "--depth", "3"])
+    with pytest.raises(UserError, match="--depth 3: the run to resume has 1"):
+        train(parsed.config, parsed.typed)
+
+
+def test_nothing_is_compiled_between_the_first_step_and_the_first_evaluation(tmp_path, monkeypatch):
+    from cssm.training import Loop
+
+    compiled, at = [], {}
+
+    def listen(name, duration, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    def marked(method, mark):
+        def call(self, *args):
+            if mark == "evaluation":
+                at.setdefault(mark, len(compiled))
+            result = method(self, *args)
+            if mark == "first step":
+                at.setdefault(mark, len(compiled))
+            return result
+
+        return call
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    monkeypatch.setattr(Loop, "_first_step", marked(Loop._first_step, "first step"))
+    monkeypatch.setattr(Loop, "_evaluate", marked(Loop._evaluate, "evaluation"))
+    start(tmp_path, "run", eval_every=100, log_every=100)
+    assert at["evaluation"] == at["first step"] > 0
+    at.clear()
+    go_on(tmp_path, "run", "--max_steps", "12", "--num_devices", "1")
+    assert at["evaluation"] == at["first step"]
