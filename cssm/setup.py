@@ -101,8 +101,8 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
 
 
 def _load(config: Config, split: str, report: Reporter) -> Source:
-    with report.busy(f"loading {config.dataset} {split}"):
-        return data.load(config, split)
+    with report.busy(f"preparing {config.dataset} {split}") as count:
+        return data.load(config, split, count)
 
 
 def _warmup_steps(config: Config, epoch_steps: int, total_steps: int) -> int:
