@@ -152,21 +152,27 @@ def _blocks(images: np.ndarray, side: int) -> np.ndarray:
     )
 
 
-def _crops(images: np.ndarray, markers: np.ndarray, reach: int) -> np.ndarray:
-    """The surroundings of both markers, as features."""
-    padded = np.pad(images[..., 0], ((0, 0), (reach, reach), (reach, reach)))
-    window = np.arange(2 * reach + 1)
-    corner = np.rint(markers).astype(int)[:, :, None] + window[:, None]  # [n, 2, window, xy]
-    rows, columns = corner[..., 1][..., None], corner[..., 0][:, :, None, :]
-    crops = padded[np.arange(len(images))[:, None, None, None], rows, columns]
-    return crops.reshape(len(images), -1).astype(np.float64)
+def _surroundings(images: np.ndarray, markers: np.ndarray, chosen: PathfinderSpec) -> np.ndarray:
+    """What is round both markers, as far as contours are alike in both classes: within `shared` paddles."""
+    pitch = chosen.length + chosen.gap
+    radius = int(pitch if chosen.shared == 1 else 2 * pitch * math.cos(math.radians(chosen.max_turn / 2)))
+    rows, columns = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    inside = rows**2 + columns**2 <= radius**2
+    padded = np.pad(images[..., 0], ((0, 0), (radius, radius), (radius, radius)))
+    at = np.rint(markers).astype(int)[..., None] + radius  # [n, 2, xy, 1]
+    discs = padded[
+        np.arange(len(images))[:, None, None], at[:, :, 1] + rows[inside], at[:, :, 0] + columns[inside]
+    ]
+    return discs.reshape(len(images), -1).astype(np.float64)
 
 
-def _score(features: np.ndarray, labels: np.ndarray, model=None) -> float:
-    """Accuracy of a rule learned on the first half, on the second half."""
-    half = len(labels) // 2
+def _excess(features: np.ndarray, labels: np.ndarray, model=None) -> float:
+    """Accuracy, on the second half, of a rule learned on the first: in standard deviations above chance."""
+    half = len(features) // 2
+    train, test = slice(0, half), slice(half, len(features))
     rule = make_pipeline(StandardScaler(), model or LogisticRegression(C=1e-3, max_iter=1000))
-    return rule.fit(features[:half], labels[:half]).score(features[half:], labels[half:])
+    accuracy = rule.fit(features[train], labels[train]).score(features[test], labels[test])
+    return (accuracy - 0.5) / (0.5 / math.sqrt(len(features) - half))
 
 
 def _check_no_cue(chosen: PathfinderSpec, n: int) -> None:
@@ -175,28 +181,23 @@ def _check_no_cue(chosen: PathfinderSpec, n: int) -> None:
     for name, values in scalars.items():
         assert ks_2samp(values[labels == 1], values[labels == 0]).pvalue > 1e-3, name
     table = np.stack(list(scalars.values()), 1)
-    markers_only = generate(replace(chosen, contour_level=0), 11, "train", np.arange(n))[0]
-    contours_only = generate(replace(chosen, marker_level=0), 11, "train", np.arange(n))[0]
-    reach = int(chosen.shared * (chosen.length + chosen.gap))
+    bright = np.where(images > chosen.contour_level, images, 0)
+    unmarked = generate(replace(chosen, marker_level=0), 11, "train", np.arange(n // 4))[0]
+    near = _surroundings(images, geometry.markers, chosen)
     products = PolynomialFeatures(2).fit_transform(StandardScaler().fit_transform(table))
-    scores = {
-        "totals": _score(table[:, 6:9], labels),
-        "8x8": _score(_blocks(images, 8), labels),
-        "16x16": _score(_blocks(images, 16), labels),
-        "32x32": _score(_blocks(images, 32), labels),
-        "scalars and products": _score(products, labels),
-        "markers only": _score(_blocks(markers_only, 32), labels),
-        "contours only": _score(_blocks(contours_only, 32), labels),
-        "marker surroundings": _score(_crops(images, geometry.markers, reach), labels),
+    network = MLPClassifier((64,), early_stopping=True, alpha=1e-2, random_state=0)
+    excess = {
+        "totals": _excess(table[:, 6:9], labels),
+        "8x8": _excess(_blocks(images, 8), labels),
+        "16x16": _excess(_blocks(images, 16), labels),
+        "32x32": _excess(_blocks(images, 32), labels),
+        "scalars and products": _excess(products, labels),
+        "markers only": _excess(_blocks(bright, 32), labels),
+        "contours only": _excess(_blocks(unmarked, 32), labels),
+        "marker surroundings": _excess(near, labels),
+        "network on marker surroundings": _excess(near, labels, network),
     }
-    if n >= 10_000:
-        network = MLPClassifier((64,), early_stopping=True, alpha=1e-2, random_state=0)
-        scores["network on marker surroundings"] = _score(
-            _crops(images, geometry.markers, reach), labels, network
-        )
-    band = 3 * 0.5 / math.sqrt(n / 2)  # three standard deviations of chance
-    print({name: round(score, 4) for name, score in scores.items()}, f"band {band:.4f}")
-    assert {name: score for name, score in scores.items() if abs(score - 0.5) > band} == {}
+    assert {name: round(value, 2) for name, value in excess.items() if abs(value) > 3} == {}
 
 
 def test_no_trivial_cue_tells_the_classes_apart():
@@ -206,7 +207,7 @@ def test_no_trivial_cue_tells_the_classes_apart():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "difficulty, size, n",
-    [("easy", 32, 20_000), ("6", 64, 20_000), ("9", 64, 20_000), ("14", 128, 10_000)],
+    [("easy", 32, 20_000), ("6", 64, 20_000), ("9", 64, 10_000), ("14", 128, 5_000)],
 )
 def test_no_trivial_cue_at_full_size(difficulty, size, n):
     _check_no_cue(spec(difficulty, size), n)
