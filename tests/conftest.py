@@ -19,6 +19,8 @@ os.environ["XLA_FLAGS"] = (
 )
 # The tests compile far more than they run.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Output is buffered as it is for most users, so that its order is tested too.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # Compiled programs are kept between runs of the tests, in a folder that git ignores.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "xla" / platform.node())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
