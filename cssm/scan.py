@@ -55,6 +55,8 @@ def _reference(step, num_states, gates, inputs, still, dtype, last_only):
         h = jax.tree.map(lambda s: s.astype(dtype), h)
         return h, None if last_only else h
 
+    # Only the states are kept for the backward pass; what lies between them is computed again.
+    body = jax.checkpoint(body, prevent_cse=False)
     # A GPU wants the loop unrolled (one fused program); on a CPU a rolled loop is many times faster.
     unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= 16 else 1
     last, states = jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
