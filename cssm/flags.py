@@ -34,9 +34,7 @@ REFUSED: dict[str, str] = {
     "use_complex32": "for lower precision type --dtype bf16",
     "use_complex16": "for lower precision type --dtype bf16",
     "no_wandb": "nothing is sent to Weights & Biases, leave it out",
-    **dict.fromkeys(
-        ("vocab_size", "tokenizer", "tokenizer_path", "dataset_id", "prompt", "max_length"), _TEXT
-    ),
+    **dict.fromkeys(("vocab_size", "tokenizer", "tokenizer_path", "dataset_id", "prompt", "max_length"), _TEXT),
     **dict.fromkeys(("temperature", "top_p", "max_seq_len", "kv_heads", "text_column"), _TEXT),
 }
 # Likewise for a value of a setting.
@@ -212,22 +210,14 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         lines += _help_entry(knob)
     lines += ["", "other:"]
     lines += _columns("-f, --config FILE", "read settings from a YAML file, flat or in sections")
-    lines += [
-        line
-        for name, (knob, value) in SHORTHANDS.items()
-        for line in _columns(f"--{name}", f"--{knob} {value}")
-    ]
+    lines += [line for name, (knob, value) in SHORTHANDS.items() for line in _columns(f"--{name}", f"--{knob} {value}")]
     lines += _columns("-h, --help", "print this") + _columns("--version", "print the version")
     return "\n".join(lines)
 
 
 def _help_entry(knob: Knob) -> list[str]:
     metavar = {bool: "", int: " N", float: " X", str: " TEXT"}[knob.type]
-    default = (
-        knob.unset
-        if knob.default is None
-        else str(knob.default).replace("False", "off").replace("True", "on")
-    )
+    default = knob.unset if knob.default is None else str(knob.default).replace("False", "off").replace("True", "on")
     notes = [f"default: {default}"]
     if knob.default is True:
         notes.append(f"off as --no_{knob.name}")

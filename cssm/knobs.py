@@ -67,9 +67,7 @@ class Knob:
 
     def unmet(self, settings: object) -> str | None:
         """The setting among `settings` because of which this one has no meaning, or None."""
-        return next(
-            (name for name, values in self.applies.items() if getattr(settings, name) not in values), None
-        )
+        return next((name for name, values in self.applies.items() if getattr(settings, name) not in values), None)
 
 
 def knob(default: Any, help: str, **properties: Any) -> Any:
@@ -81,9 +79,7 @@ def knobs_of(cls: type) -> dict[str, Knob]:
     """The knobs that the fields of a dataclass declare, by name, in order."""
     found = {}
     for field in dataclasses.fields(cls):
-        kinds: tuple[Any, ...] = (
-            field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
-        )
+        kinds: tuple[Any, ...] = field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
         base = next(kind for kind in kinds if kind is not types.NoneType)
         found[field.name] = Knob(field.name, base, types.NoneType in kinds, field.default, **field.metadata)
     return found

@@ -42,9 +42,7 @@ def _check_heads(heads: int | None, width: int) -> None:
     if heads and width % heads:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
         near = [max(n for n in divisors if n < heads), *(n for n in divisors if n > heads)][:2]
-        raise UserError(
-            f"--num_heads {heads} does not divide embed_dim {width}: type {' or '.join(map(str, near))}"
-        )
+        raise UserError(f"--num_heads {heads} does not divide embed_dim {width}: type {' or '.join(map(str, near))}")
 
 
 def _check_image(config: "Config") -> None:
@@ -56,8 +54,7 @@ def _check_image(config: "Config") -> None:
         )
     if config.stem_mode == "patch" and size % stride:
         raise UserError(
-            f"--image_size {size} does not split into patches of {stride}: it must be "
-            f"{multiple(stride, size)}"
+            f"--image_size {size} does not split into patches of {stride}: it must be {multiple(stride, size)}"
         )
 
 
@@ -77,6 +74,4 @@ def warnings_for(config: "Config") -> list[str]:
     side = -(-(config.image_size or 0) // _stride(config)[0])
     if config.arch == "baseline" or config.kernel_size <= side:
         return []
-    return [
-        f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map, kernels are cropped to it"
-    ]
+    return [f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map, kernels are cropped to it"]

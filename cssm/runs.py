@@ -56,9 +56,7 @@ def _at(path: Path) -> Path:
     for directory in (path, path.parent, path.parent.parent):
         if _steps(directory):
             return directory
-    raise UserError(
-        f"--resume {path}: there is no checkpoint in it; type the directory of a run that has saved one"
-    )
+    raise UserError(f"--resume {path}: there is no checkpoint in it; type the directory of a run that has saved one")
 
 
 def _newest(root: Path, run_name: str | None) -> Path | None:

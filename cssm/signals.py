@@ -38,7 +38,9 @@ class StopSignals:
     def stopped(self, step: int, directory: Path) -> Stopped:
         """The exception to leave with after `step` was saved in the run `directory`."""
         assert self.requested is not None
-        message = f"stopped by {NAMES[self.requested]} after step {step}, which is saved; go on with --resume {directory}"
+        message = (
+            f"stopped by {NAMES[self.requested]} after step {step}, which is saved; go on with --resume {directory}"
+        )
         return Stopped(message, 128 + self.requested)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

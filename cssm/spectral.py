@@ -135,9 +135,7 @@ def _full_precision(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _dft_matrix(
-    size: int, columns: int, dtype, scale: float | np.ndarray = 1.0
-) -> tuple[jax.Array, jax.Array]:
+def _dft_matrix(size: int, columns: int, dtype, scale: float | np.ndarray = 1.0) -> tuple[jax.Array, jax.Array]:
     """cos and sin of 2 pi j k / size, [size, columns], times scale; j k is reduced first, so that angles stay exact."""
     angle = 2.0 * math.pi * (np.outer(np.arange(size), np.arange(columns)) % size) / size
     return jnp.asarray(np.cos(angle) * scale, dtype), jnp.asarray(np.sin(angle) * scale, dtype)

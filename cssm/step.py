@@ -93,9 +93,7 @@ def decays(params: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)
 
 
-def init_state(
-    model: nn.Module, tx, strategy: Replicated, config: Config, image_shape: tuple[int, ...]
-) -> TrainState:
+def init_state(model: nn.Module, tx, strategy: Replicated, config: Config, image_shape: tuple[int, ...]) -> TrainState:
     """A fresh state from config.seed; jit it, or take its shapes with jax.eval_shape."""
     key = jax.random.key(config.seed)
     images = jnp.zeros((1, *image_shape), jnp.float32)
@@ -180,9 +178,7 @@ def make_eval_step(model: nn.Module) -> Callable:
     """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added, over all devices."""
 
     def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
-        logits = model.apply(
-            {"params": params, "batch_stats": batch_stats}, normalise(batch["image"]), train=False
-        )
+        logits = model.apply({"params": params, "batch_stats": batch_stats}, normalise(batch["image"]), train=False)
         mask, labels = batch["mask"], batch["label"]
         losses = jnp.where(mask > 0, cross_entropy(logits, labels, 0.0), 0.0)
         correct = jnp.sum((jnp.argmax(logits, axis=-1) == labels) & (mask > 0), dtype=jnp.int32)

@@ -42,7 +42,11 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
     if config.compile_cache:
         par.enable_compile_cache(Path(str(config.cache_dir)) / "xla")
     run = open_run(config, typed or {})
-    options = {"headless_stream": json_stream, "quiet": run.config.quiet, "tensorboard": run.config.tensorboard}
+    options = {
+        "headless_stream": json_stream,
+        "quiet": run.config.quiet,
+        "tensorboard": run.config.tensorboard,
+    }
     with Reporter(run.directory, **options) as report, StopSignals() as stop:
         setup = set_up(run, devices, report)
         with Checkpoints(run.checkpoints, run.config.max_checkpoints) as checkpoints:
@@ -212,7 +216,12 @@ class Loop:
                     sums = self.eval_step(params, self.state.batch_stats, sums, batch)
             host = par.unreplicate(sums)
         count = int(host.count)
-        result = {"step": self.step, "loss": float(host.loss) / count, "accuracy": int(host.correct) / count, "count": count}
+        result = {
+            "step": self.step,
+            "loss": float(host.loss) / count,
+            "accuracy": int(host.correct) / count,
+            "count": count,
+        }
         best = split == "val" and result["accuracy"] >= self.best.get("accuracy", -1.0)
         if best:
             self.best = result

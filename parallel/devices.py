@@ -64,18 +64,12 @@ def select_devices(
     chosen = visible if gpus is None else [visible[i] for i in _indices(gpus, len(visible))]
     if num_devices is not None:
         if gpus is not None and num_devices != len(chosen):
-            raise DeviceError(
-                f"--num_devices {num_devices} contradicts the {len(chosen)} of --gpus: type one of them"
-            )
+            raise DeviceError(f"--num_devices {num_devices} contradicts the {len(chosen)} of --gpus: type one of them")
         if not 1 <= num_devices <= len(chosen):
-            raise DeviceError(
-                f"--num_devices {num_devices}: {count(len(chosen))} visible, type 1 to {len(chosen)}"
-            )
+            raise DeviceError(f"--num_devices {num_devices}: {count(len(chosen))} visible, type 1 to {len(chosen)}")
         chosen = chosen[:num_devices]
     if single and len(chosen) > 1 and not (gpus is None and num_devices is None):
-        raise DeviceError(
-            f"--multi_gpu off uses one device, not the {len(chosen)} asked for: type one of the two"
-        )
+        raise DeviceError(f"--multi_gpu off uses one device, not the {len(chosen)} asked for: type one of the two")
     return chosen[:1] if single else chosen
 
 
@@ -162,9 +156,7 @@ def spmd(
         # A smaller leading dim would quietly run on some of the devices. The size is known while tracing, so
         # the check costs nothing later.
         if (size := jax.lax.axis_size(AXIS)) != len(devices):
-            raise DeviceError(
-                f"arguments with leading dim {size} were given to a function of {len(devices)} devices"
-            )
+            raise DeviceError(f"arguments with leading dim {size} were given to a function of {len(devices)} devices")
         return fn(*args)
 
     return jax.pmap(
@@ -207,9 +199,7 @@ def assert_replicated(tree: Tree) -> None:
         first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
         different = [d for d, bits in enumerate(others, start=1) if bits != first]
         if different:
-            raise AssertionError(
-                f"{jax.tree_util.keystr(path)} differs between device 0 and devices {different}"
-            )
+            raise AssertionError(f"{jax.tree_util.keystr(path)} differs between device 0 and devices {different}")
 
 
 def enable_compile_cache(directory: str | Path) -> Path:

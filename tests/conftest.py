@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Of a repeated flag XLA takes the last, so this one wins over the caller's own.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
 # The tests compile far more than they run.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Output is buffered as it is for most users, so that its order is tested too.

@@ -5,9 +5,7 @@ They form the 3 x 3 matrices, transform with np.fft and loop over time; nothing 
 
 import numpy as np
 
-HGRU_BI_GATES = (
-    "decay_x decay_y decay_z mu_inhib mu_excit alpha_inhib alpha_excit gamma delta B D E C"
-).split()
+HGRU_BI_GATES = ("decay_x decay_y decay_z mu_inhib mu_excit alpha_inhib alpha_excit gamma delta B D E C").split()
 
 
 def wave_input(shape=(2, 4, 8, 10, 8)):
@@ -36,8 +34,7 @@ def hgru_bi_shapes(channels, kernel, height, width, states=3):
     for gate in HGRU_BI_GATES:
         shapes |= dense_shapes(gate, channels, frequencies)
     shapes = {
-        path if "/" not in path or "proj" in path else path.replace("/", "_gate/"): s
-        for path, s in shapes.items()
+        path if "/" not in path or "proj" in path else path.replace("/", "_gate/"): s for path, s in shapes.items()
     }
     if states > 1:
         shapes |= dense_shapes("output_proj", states * channels, channels)
@@ -62,9 +59,7 @@ def gated_shapes(channels, kernel, height, width, gate_type, spatial, temporal):
         if gate_type == "dense":
             shapes |= dense_shapes(gate, channels, height * columns)
         else:
-            shapes |= dense_shapes(f"{gate}_h", channels, height) | dense_shapes(
-                f"{gate}_w", channels, columns
-            )
+            shapes |= dense_shapes(f"{gate}_h", channels, height) | dense_shapes(f"{gate}_w", channels, columns)
     return shapes
 
 
@@ -153,14 +148,10 @@ def gated(x, p, gate_type, spatial, temporal, origin="image_center"):
     m, z = np.split(dense(x, p, "in_proj"), 2, axis=-1)
     if spatial:
         before = (spatial - 1) // 2
-        pad = np.pad(
-            m, ((0, 0), (0, 0), (before, spatial - 1 - before), (before, spatial - 1 - before), (0, 0))
-        )
+        pad = np.pad(m, ((0, 0), (0, 0), (before, spatial - 1 - before), (before, spatial - 1 - before), (0, 0)))
         k = p["short_conv_spatial/kernel"]
         m = p["short_conv_spatial/bias"] + sum(
-            k[a, b, 0] * pad[:, :, a : a + height, b : b + width]
-            for a in range(spatial)
-            for b in range(spatial)
+            k[a, b, 0] * pad[:, :, a : a + height, b : b + width] for a in range(spatial) for b in range(spatial)
         )
     if temporal:
         k, conv = p["short_conv_temporal/kernel"], np.zeros_like(m)
@@ -224,9 +215,7 @@ def gated_tree(p, gate_type):
             tree[f"short_conv_temporal_{leaf}"] = p[f"short_conv_temporal/{leaf}"]
     parts = [""] if gate_type == "dense" else ["_h", "_w"]
     fused = {
-        leaf: np.concatenate(
-            [p[f"{g}{part}/{leaf}"] for g in ("delta_proj", "B_proj", "C_proj") for part in parts], -1
-        )
+        leaf: np.concatenate([p[f"{g}{part}/{leaf}"] for g in ("delta_proj", "B_proj", "C_proj") for part in parts], -1)
         for leaf in ("kernel", "bias")
     }
     tree["gates"] = {"dense" if gate_type == "dense" else "factors": fused}

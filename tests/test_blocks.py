@@ -16,7 +16,9 @@ def randn(*shape, seed=0):
 @pytest.mark.parametrize("height,width", [(4, 6), (5, 7)])
 def test_max_pool_is_flaxs(height, width):
     x = randn(2, 3, height, width, 4)
-    want = nn.max_pool(x.reshape(6, height, width, 4), (2, 2), (2, 2), "SAME").reshape(2, 3, -(-height // 2), -(-width // 2), 4)
+    want = nn.max_pool(x.reshape(6, height, width, 4), (2, 2), (2, 2), "SAME").reshape(
+        2, 3, -(-height // 2), -(-width // 2), 4
+    )
     np.testing.assert_array_equal(blocks.max_pool_2x2(x), want)
 
 

@@ -122,9 +122,7 @@ def random_settings(draw: random.Random) -> dict:
     for name in names:
         knob = KNOBS[name]
         among = values.get(name) or knob.choices or numbers.get(knob.type)
-        settings[name] = draw.choice(
-            among or ([True, False] if knob.type is bool else ["1e-3", "a b: c", "null"])
-        )
+        settings[name] = draw.choice(among or ([True, False] if knob.type is bool else ["1e-3", "a b: c", "null"]))
     return settings
 
 
@@ -226,10 +224,7 @@ def test_resuming_leaves_the_model_to_the_saved_run():
 
 def test_the_devices_verb_takes_what_concerns_devices(tmp_path):
     assert parse_args(["devices", "--platform", "cpu", "--headless"]).verb == "devices"
-    assert (
-        refusal(parse_args, ["devices", "--lr", "1"])
-        == "--lr does not apply to the verb devices: leave it out"
-    )
+    assert refusal(parse_args, ["devices", "--lr", "1"]) == "--lr does not apply to the verb devices: leave it out"
     path = tmp_path / "run.yaml"
     path.write_text("epochs: 3\n")
     assert "--epochs does not apply" in refusal(parse_args, ["devices", "-f", str(path)])

@@ -87,9 +87,7 @@ def test_a_choice_that_cannot_be_met_is_refused(choice, words):
         ({"CUDA_VISIBLE_DEVICES": "0"}, "auto", True),
     ],
 )
-def test_an_unusable_gpu_is_no_reason_to_train_on_the_cpu_unasked(
-    monkeypatch, environment, platform, refused
-):
+def test_an_unusable_gpu_is_no_reason_to_train_on_the_cpu_unasked(monkeypatch, environment, platform, refused):
     monkeypatch.setattr(module.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -109,9 +107,7 @@ def test_the_running_line_is_exact():
 
 def test_devices_are_described():
     rows = describe(jax.devices()[:2])
-    assert rows == [
-        {"id": i, "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None} for i in (0, 1)
-    ]
+    assert rows == [{"id": i, "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None} for i in (0, 1)]
     assert peak_bytes(jax.devices()) is None
     gpus = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 7)]
     assert peak_bytes([*gpus, jax.devices()[0]]) == 7
@@ -126,9 +122,7 @@ def test_a_program_never_runs_on_some_of_its_devices(size):
 
 def test_static_and_common_arguments():
     devices = jax.devices()[:3]
-    scale = spmd(
-        lambda x, c, n: jax.lax.psum(x * c, AXIS) * n, devices, in_axes=(0, None), out_axes=None, static=2
-    )
+    scale = spmd(lambda x, c, n: jax.lax.psum(x * c, AXIS) * n, devices, in_axes=(0, None), out_axes=None, static=2)
     out = scale(np.arange(3.0, dtype=np.float32), np.float32(2), 10)
     assert out.shape == ()
     assert float(out) == 60

@@ -64,9 +64,7 @@ def test_what_is_no_json_is_refused():
         json.dumps(jsonable({"a": object()}))
 
 
-@pytest.mark.parametrize(
-    "torn", ['{"event": "step", "st', '{"event": "step", "step": 3}', "\0\0", "7", '{"a": 1}']
-)
+@pytest.mark.parametrize("torn", ['{"event": "step", "st', '{"event": "step", "step": 3}', "\0\0", "7", '{"a": 1}'])
 def test_a_torn_line_is_skipped_and_the_next_event_stands_alone(tmp_path, torn):
     path = log(tmp_path, *steps("first", 1, 2))
     with path.open("a") as file:
@@ -109,9 +107,7 @@ def test_a_resumed_run_replaces_what_it_overtakes(tmp_path):
 
 def test_an_event_repeated_at_the_same_step_counts_once(tmp_path):
     both = [("eval", {"split": split, "step": 9, "run": "a"}) for split in ("val", "test")]
-    path = log(
-        tmp_path, *steps("a", 9), *both, *steps("b", 9), ("eval", {"split": "val", "step": 9, "run": "b"})
-    )
+    path = log(tmp_path, *steps("a", 9), *both, *steps("b", 9), ("eval", {"split": "val", "step": 9, "run": "b"}))
     assert course(path) == [("eval", 9, "a"), ("step", 9, "b"), ("eval", 9, "b")]
 
 
@@ -135,9 +131,7 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     out.write("eval", {"split": "val", "step": 6, "accuracy": 0.5, "count": 9, "best": True})
     out.close()
     events = list(tensorboard_events(tmp_path / "logs"))
-    scalars = [
-        (event.step, value.tag, value.simple_value) for event in events for value in event.summary.value
-    ]
+    scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert scalars == [(5, "train/loss", math.inf), (5, "train/grad_norm", 2.0), (6, "val/accuracy", 0.5)]
     # The start of a session tells TensorBoard to forget what an interrupted run recorded from that step on.
     assert [event.step for event in events if event.HasField("session_log")] == [5]

@@ -17,7 +17,10 @@ def test_a_product_is_two_operations_a_multiply_add():
 
 
 def test_a_convolution_counts_its_taps():
-    image, kernel = jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3, 3, 5), jnp.float32)
+    image, kernel = (
+        jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32),
+        jax.ShapeDtypeStruct((3, 3, 3, 5), jnp.float32),
+    )
     conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     assert count_flops(conv, image, kernel) == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
 

@@ -18,9 +18,7 @@ FINGERPRINTS = [  # gates, kernel, spatial, temporal, sum, sum of squares, y[0, 
 
 def make(gates="factored", kernel=3, spatial=3, temporal=4, **changes):
     defaults = {"channels": 8, "kernel_size": kernel, "kernel_origin": "image_center", "gate_type": gates}
-    return Gated(
-        CellOptions(**{**defaults, "scan": "reference", "backend": "fft", **changes}), temporal, spatial
-    )
+    return Gated(CellOptions(**{**defaults, "scan": "reference", "backend": "fft", **changes}), temporal, spatial)
 
 
 def published(gates, kernel, spatial, temporal):
@@ -49,9 +47,7 @@ def test_values_are_those_of_the_float64_oracle(scan, backend, gates, spatial, t
     p, x = published(gates, 3, spatial, temporal), oracle.wave_input()
     with jax.enable_x64(True):
         cell = make(gates, 3, spatial, temporal, scan=scan, backend=backend, kernel_origin="origin")
-        y = cell.apply(
-            {"params": cast(oracle.gated_tree(p, gates), jnp.float64)}, jnp.asarray(x, jnp.float64)
-        )
+        y = cell.apply({"params": cast(oracle.gated_tree(p, gates), jnp.float64)}, jnp.asarray(x, jnp.float64))
         np.testing.assert_allclose(y, oracle.gated(x, p, gates, spatial, temporal, "origin"), atol=1e-10)
 
 
@@ -63,9 +59,7 @@ def test_gradients_of_all_paths_agree_in_float64():
 
         def gradient(scan, backend):
             cell = make(scan=scan, backend=backend)
-            return jax.grad(lambda p, x: jnp.sum(jnp.sin(cell.apply({"params": p}, x))), argnums=(0, 1))(
-                params, x
-            )
+            return jax.grad(lambda p, x: jnp.sum(jnp.sin(cell.apply({"params": p}, x))), argnums=(0, 1))(params, x)
 
         want = gradient("reference", "fft")
         for other in (gradient("associative", "fft"), gradient("reference", "dft")):

@@ -28,14 +28,8 @@ def test_splits_are_disjoint_and_hold_all_of_scikit_learns_digits():
         (np.rint(image * 255 / 16).astype(np.uint8).tobytes(), int(label))
         for image, label in zip(original.images, original.target, strict=True)
     }
-    found = [
-        (image.tobytes(), int(label))
-        for split in SPLITS
-        for image, label in zip(*everything(split), strict=True)
-    ]
-    assert (
-        len({image for image, _ in found}) == len(found) == 1797
-    )  # no image is there twice, in any two splits
+    found = [(image.tobytes(), int(label)) for split in SPLITS for image, label in zip(*everything(split), strict=True)]
+    assert len({image for image, _ in found}) == len(found) == 1797  # no image is there twice, in any two splits
     assert set(found) == expected
 
 
@@ -71,10 +65,7 @@ def test_enlarging_is_bilinear(size):
     rng = np.random.default_rng(0)
     small = rng.uniform(0, 255, (20, 8, 8))
     ours = images._enlarge(small, size)
-    theirs = [
-        Image.fromarray(one.astype(np.float32)).resize((size, size), Image.Resampling.BILINEAR)
-        for one in small
-    ]
+    theirs = [Image.fromarray(one.astype(np.float32)).resize((size, size), Image.Resampling.BILINEAR) for one in small]
     assert np.abs(np.stack([np.asarray(one) for one in theirs]) - ours).max() <= 0.51  # ours is rounded
     assert (images._enlarge(np.full((1, 8, 8), 200.0), size) == 200).all()
 

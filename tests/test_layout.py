@@ -149,9 +149,7 @@ GUARDS = [import_order, one_pmap, narrow_except, public_docstrings, no_jax]
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.__name__)
 def test_sources_keep_the_rules(guard):
-    found = {
-        module_name(path): list(guard(module_name(path), ast.parse(path.read_text()))) for path in SOURCES
-    }
+    found = {module_name(path): list(guard(module_name(path), ast.parse(path.read_text()))) for path in SOURCES}
     assert not {module: sentences for module, sentences in found.items() if sentences}
 
 
@@ -204,9 +202,7 @@ def test_guards_catch(guard, module, good, bad):
 
 def test_every_source_file_has_a_test_file():
     tested = {path.stem for path in TESTS}
-    stems = {
-        (path.parent if path.stem == "__init__" else path).stem: path for path in SOURCES if lines(path) > 40
-    }
+    stems = {(path.parent if path.stem == "__init__" else path).stem: path for path in SOURCES if lines(path) > 40}
     assert not [str(path) for stem, path in stems.items() if f"test_{stem}" not in tested]
 
 
@@ -259,9 +255,7 @@ def test_no_machine_or_registry_is_named(tracked):
     found = []
     for path in tracked:
         text = (ROOT / path).read_text(errors="ignore")
-        found += [
-            f"{path}: {match[0]}" for pattern in (ABSOLUTE, REGISTRY) for match in pattern.finditer(text)
-        ]
+        found += [f"{path}: {match[0]}" for pattern in (ABSOLUTE, REGISTRY) for match in pattern.finditer(text)]
     assert not found
 
 

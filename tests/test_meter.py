@@ -20,7 +20,11 @@ def test_evaluation_and_saving_do_not_slow_the_rate_down_but_waiting_does(clock)
         clock[0] += 100
     with meter.span("data_wait"):
         clock[0] += 1
-    assert meter.window(steps=5, images=50) == {"images_per_s": 10.0, "step_ms": 1000.0, "data_wait_ms": 200.0}
+    assert meter.window(steps=5, images=50) == {
+        "images_per_s": 10.0,
+        "step_ms": 1000.0,
+        "data_wait_ms": 200.0,
+    }
     clock[0] += 2
     assert meter.window(steps=1, images=10) == {"images_per_s": 5.0, "step_ms": 2000.0, "data_wait_ms": 0.0}
 

@@ -48,9 +48,7 @@ def test_logits_are_float32_and_differ_between_images(name):
 def test_a_still_image_is_the_clip_of_its_copies(name):
     config = CONFIGS[name]
     clip = jnp.repeat(IMAGES[:, None], config.seq_len or 3, axis=1)
-    np.testing.assert_allclose(
-        apply(config, variables(name), IMAGES), apply(config, variables(name), clip), atol=2e-5
-    )
+    np.testing.assert_allclose(apply(config, variables(name), IMAGES), apply(config, variables(name), clip), atol=2e-5)
 
 
 def test_the_last_frame_counts_and_earlier_ones_reach_it_through_the_cell():

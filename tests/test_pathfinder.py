@@ -45,9 +45,7 @@ def test_images_are_the_same_to_the_bit_on_every_machine(difficulty, size, split
 def test_no_table_depends_on_the_last_bit_of_the_machines_cosine():
     exact = [2**draw.TRIG_BITS * math.cos(math.radians(d)) for d in range(360)]
     exact += [
-        2**20 * math.cos(math.pi / 2 * d / turn) ** 2
-        for turn in {row.max_turn for row in SPECS}
-        for d in range(turn)
+        2**20 * math.cos(math.pi / 2 * d / turn) ** 2 for turn in {row.max_turn for row in SPECS} for d in range(turn)
     ]
     fraction = np.abs(np.array(exact)) % 1
     assert np.abs(fraction - 0.5).min() > 1e-6
@@ -145,11 +143,7 @@ def _scalars(images: np.ndarray, geometry: pathfinder.Geometry) -> dict[str, np.
 
 def _blocks(images: np.ndarray, side: int) -> np.ndarray:
     n, size = images.shape[:2]
-    return (
-        images.reshape(n, side, size // side, side, size // side)
-        .mean((2, 4), dtype=np.float64)
-        .reshape(n, -1)
-    )
+    return images.reshape(n, side, size // side, side, size // side).mean((2, 4), dtype=np.float64).reshape(n, -1)
 
 
 def _surroundings(images: np.ndarray, markers: np.ndarray, chosen: PathfinderSpec) -> np.ndarray:
@@ -160,9 +154,7 @@ def _surroundings(images: np.ndarray, markers: np.ndarray, chosen: PathfinderSpe
     inside = rows**2 + columns**2 <= radius**2
     padded = np.pad(images[..., 0], ((0, 0), (radius, radius), (radius, radius)))
     at = np.rint(markers).astype(int)[..., None] + radius  # [n, 2, xy, 1]
-    discs = padded[
-        np.arange(len(images))[:, None, None], at[:, :, 1] + rows[inside], at[:, :, 0] + columns[inside]
-    ]
+    discs = padded[np.arange(len(images))[:, None, None], at[:, :, 1] + rows[inside], at[:, :, 0] + columns[inside]]
     return discs.reshape(len(images), -1).astype(np.float64)
 
 

@@ -78,9 +78,7 @@ def test_threads_change_nothing(workers, prefetch):
     source = Numbered(41)
     ahead = {"workers": workers, "prefetch": prefetch}
     plain = {"workers": 0, "prefetch": 0}
-    assert labels(train_batches(source, 4, 1, 1, 25, **ahead)) == labels(
-        train_batches(source, 4, 1, 1, 25, **plain)
-    )
+    assert labels(train_batches(source, 4, 1, 1, 25, **ahead)) == labels(train_batches(source, 4, 1, 1, 25, **plain))
     assert labels(eval_batches(source, 4, **ahead)) == labels(eval_batches(source, 4, **plain))
 
 
@@ -124,18 +122,14 @@ def test_evaluation_covers_each_example_exactly_once():
             assert len(batches) == -(-n // size)
 
 
-@pytest.mark.parametrize(
-    "start", [lambda: steps_per_epoch(5, 8), lambda: train_batches(Numbered(5), 8, 0, 1, 2)]
-)
+@pytest.mark.parametrize("start", [lambda: steps_per_epoch(5, 8), lambda: train_batches(Numbered(5), 8, 0, 1, 2)])
 def test_an_epoch_without_a_step_is_refused_at_once(start):
     with pytest.raises(UserError, match=r"5 examples.* takes 8 .*at most 5"):
         start()
 
 
 def test_a_batch_that_processes_cannot_share_is_refused_at_once():
-    with pytest.raises(
-        UserError, match="10 does not divide by 4 processes: type --global_batch_size 8 or 12"
-    ):
+    with pytest.raises(UserError, match="10 does not divide by 4 processes: type --global_batch_size 8 or 12"):
         train_batches(Numbered(40), 10, 0, 1, 2, process_count=4)
     with pytest.raises(UserError, match=r"global_batch_size 4$"):
         eval_batches(Numbered(40), 2, process_count=4)

@@ -8,10 +8,7 @@ from cssm.report import plots
 EVENTS = [
     {"event": "config"},
     *[{"event": "step", "step": step, "loss": 2 / step, "accuracy": 1 - 1 / step} for step in range(1, 31)],
-    *[
-        {"event": "eval", "split": "val", "step": step, "loss": 3 / step, "accuracy": 0.5}
-        for step in (10, 20, 30)
-    ],
+    *[{"event": "eval", "split": "val", "step": step, "loss": 3 / step, "accuracy": 0.5} for step in (10, 20, 30)],
     {"event": "eval", "split": "test", "step": 30, "loss": 0.1, "accuracy": 0.9},
 ]
 

@@ -55,6 +55,4 @@ def test_a_still_image_is_the_clip_of_its_copies(mode):
 def test_time_code_holds_sine_and_cosine_of_each_frequency():
     code = np.asarray(time_code(4, 8, jnp.float32))
     np.testing.assert_allclose(code[0], [0, 1] * 4, atol=1e-7)
-    np.testing.assert_allclose(
-        code[3, 2:4], [np.sin(3 * 10000 ** (-2 / 8)), np.cos(3 * 10000 ** (-2 / 8))], rtol=1e-6
-    )
+    np.testing.assert_allclose(code[3, 2:4], [np.sin(3 * 10000 ** (-2 / 8)), np.cos(3 * 10000 ** (-2 / 8))], rtol=1e-6)

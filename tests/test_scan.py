@@ -57,9 +57,7 @@ def test_values_are_those_of_explicit_matrices(method, still):
     with jax.enable_x64(True):
         got = run(planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)), method)
         for i, state in enumerate(got):
-            np.testing.assert_allclose(
-                np.asarray(state.re) + 1j * np.asarray(state.im), want[..., i], atol=1e-12
-            )
+            np.testing.assert_allclose(np.asarray(state.re) + 1j * np.asarray(state.im), want[..., i], atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["reference", "associative"])
@@ -94,8 +92,6 @@ def test_the_carry_is_float32_for_bf16_inputs():
     steps = 1000
     gates = {"one": jnp.ones((1, steps, 1, 1), jnp.bfloat16)}
     u = (Spectrum(jnp.full((1, 1, 1, 1), 0.01, jnp.bfloat16), jnp.zeros((1, 1, 1, 1), jnp.bfloat16)),)
-    (h,) = linear_scan(
-        lambda h, g, u: (add(scale(g["one"], h[0]), u[0]),), 1, gates, u, "reference", last_only=True
-    )
+    (h,) = linear_scan(lambda h, g, u: (add(scale(g["one"], h[0]), u[0]),), 1, gates, u, "reference", last_only=True)
     assert h.re.dtype == jnp.float32
     np.testing.assert_allclose(float(h.re[0, 0, 0, 0]), steps * float(u[0].re[0, 0, 0, 0]), rtol=1e-3)

@@ -101,9 +101,7 @@ def test_a_kernel_larger_than_one_side_is_cropped_about_its_centre(origin):
 
 def test_bounded_spectra_keep_their_phase_and_stay_below_rho():
     k = randn(500) * 50 + 1j * randn(500, seed=1)
-    re, im = spectral.bound_magnitude(
-        Spectrum(jnp.asarray(k.real, jnp.float32), jnp.asarray(k.imag, jnp.float32))
-    )
+    re, im = spectral.bound_magnitude(Spectrum(jnp.asarray(k.real, jnp.float32), jnp.asarray(k.imag, jnp.float32)))
     bounded = np.asarray(re) + 1j * np.asarray(im)
     assert np.abs(bounded).max() < 0.999
     np.testing.assert_allclose(np.angle(bounded), np.angle(k), atol=1e-5)

@@ -11,10 +11,18 @@ import pytest
 import parallel.sync
 from cssm import models
 from cssm.config import Config
-from cssm.step import Sums, cross_entropy, decays, init_state, make_eval_step, make_schedule, make_train_step
-from cssm.step import make_optimizer
 from cssm.data.pipeline import eval_batches
 from cssm.data.records import ArraySource
+from cssm.step import (
+    Sums,
+    cross_entropy,
+    decays,
+    init_state,
+    make_eval_step,
+    make_optimizer,
+    make_schedule,
+    make_train_step,
+)
 from parallel import devices as par
 from parallel.sync import Replicated
 
@@ -200,7 +208,10 @@ def test_weight_decay_spares_offsets_scales_and_tables():
     model = models.build(config, 10)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1))))["params"]
     kept = {jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(decays(params))}
-    assert {path.split("'")[-2] for path, on in kept.items() if on} == {"kernel", "short_conv_temporal_kernel"}
+    assert {path.split("'")[-2] for path, on in kept.items() if on} == {
+        "kernel",
+        "short_conv_temporal_kernel",
+    }
     assert {path.split("'")[-2] for path, on in kept.items() if not on} == OFFSETS
 
 

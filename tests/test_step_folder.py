@@ -141,9 +141,7 @@ MODEL = {"params": {"a": np.zeros((2, 3), np.float32)}, "opt_state": {"a": np.ze
 def test_another_model_is_refused_by_the_name_of_its_parameter(tmp_path, params, words):
     arrays = record_of(step_folder.host_copies(MODEL))["arrays"]
     with pytest.raises(UserError) as caught:
-        step_folder.check_model(
-            tmp_path, arrays, step_folder.by_path({"params": params, "opt_state": params})
-        )
+        step_folder.check_model(tmp_path, arrays, step_folder.by_path({"params": params, "opt_state": params}))
     assert words in str(caught.value)
     assert caught.value.exit_code == 2
 

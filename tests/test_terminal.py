@@ -110,11 +110,7 @@ def test_the_bar_fits_every_width_and_loses_no_figure_from_60_columns_on(width, 
     assert all(len(line) <= width for line in lines)
     assert lines[0].startswith(" 6001/12345")
     text = "\n".join(lines)
-    wanted = (
-        ["loss 2.3456", "accuracy 0.9876", "123,456 images/s", "1:03 left"]
-        if width >= 60
-        else ["loss 2.3456"]
-    )
+    wanted = ["loss 2.3456", "accuracy 0.9876", "123,456 images/s", "1:03 left"] if width >= 60 else ["loss 2.3456"]
     assert all(word in text for word in wanted)
 
 

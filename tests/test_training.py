@@ -60,7 +60,9 @@ def arrays(run, step):
 
 
 def losses(run):
-    return {e["step"]: (e["loss"], e["learning_rate"]) for e in read_events(run / "metrics.jsonl") if e["event"] == "step"}
+    return {
+        e["step"]: (e["loss"], e["learning_rate"]) for e in read_events(run / "metrics.jsonl") if e["event"] == "step"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +93,27 @@ def test_a_run_leaves_what_it_promises(whole):
 def test_the_saved_configuration_reproduces_the_run(whole, tmp_path):
     run, summary = whole
     pytest.importorskip("ruamel.yaml")
-    again = ["--config", str(run / "config.yaml"), "--run_name", "again", "--checkpoint_dir", str(tmp_path), "--quiet"]
+    again = [
+        "--config",
+        str(run / "config.yaml"),
+        "--run_name",
+        "again",
+        "--checkpoint_dir",
+        str(tmp_path),
+        "--quiet",
+    ]
     assert train(parse_args(again).config)["test"] == summary["test"]
 
 
 def test_three_steps_a_kill_and_three_more_are_six_steps_bit_for_bit(whole, tmp_path):
     run, _ = whole
-    command = [sys.executable, str(ROOT / "main.py"), *argv(tmp_path, "killed"), "--max_steps=6", "--headless"]
+    command = [
+        sys.executable,
+        str(ROOT / "main.py"),
+        *argv(tmp_path, "killed"),
+        "--max_steps=6",
+        "--headless",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     for line in process.stdout:
         if json.loads(line)["event"] == "checkpoint":
@@ -118,7 +134,13 @@ def test_three_steps_a_kill_and_three_more_are_six_steps_bit_for_bit(whole, tmp_
 
 def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
     """With statistics of the whole batch (layer norm), four devices and two take the same steps, to rounding."""
-    settings = {"norm_type": "layer", "optimizer": "sgd", "lr": 0.01, "schedule": "constant", "warmup_steps": 0}
+    settings = {
+        "norm_type": "layer",
+        "optimizer": "sgd",
+        "lr": 0.01,
+        "schedule": "constant",
+        "warmup_steps": 0,
+    }
     start(tmp_path, "four", num_devices=4, max_steps=3, **settings)
     start(tmp_path, "straight", num_devices=2, **settings)
     summary = go_on(tmp_path, "four", "--num_devices", "2", "--max_steps", "6")
@@ -159,7 +181,16 @@ def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     with pytest.raises(UserError, match="not finite between steps") as error:
-        start(tmp_path, "run", lr=1e30, optimizer="sgd", grad_clip=0.0, log_every=2, ema_decay=0.0, norm_type="layer")
+        start(
+            tmp_path,
+            "run",
+            lr=1e30,
+            optimizer="sgd",
+            grad_clip=0.0,
+            log_every=2,
+            ema_decay=0.0,
+            norm_type="layer",
+        )
     assert error.value.exit_code == 5
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         assert not [step for step in checkpoints.steps() if step > 1]
@@ -170,7 +201,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_pat
 
     run, _ = whole
     shutil.copytree(run, tmp_path / "copy")
-    data_file = max((tmp_path / "copy" / "checkpoints" / "6").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+    data_file = max(
+        (tmp_path / "copy" / "checkpoints" / "6").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+    )
     content = bytearray(data_file.read_bytes())
     content[len(content) // 2] ^= 0xFF
     data_file.write_bytes(content)

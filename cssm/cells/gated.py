@@ -68,9 +68,7 @@ class Gated(nn.Module):
             m = conv(m)
         if taps := self.short_conv_size:
             m = core.repeat_over_time(m, steps)
-            kernel = self.param(
-                "short_conv_temporal_kernel", nn.initializers.lecun_normal(), (taps, 1, o.channels)
-            )
+            kernel = self.param("short_conv_temporal_kernel", nn.initializers.lecun_normal(), (taps, 1, o.channels))
             bias = self.param("short_conv_temporal_bias", nn.initializers.zeros, (o.channels,))
             m, kernel, bias = nn.dtypes.promote_dtype(m, kernel, bias, dtype=o.dtype)
             past = jnp.pad(m, ((0, 0), (taps - 1, 0), (0, 0), (0, 0), (0, 0)))

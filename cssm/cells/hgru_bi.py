@@ -44,13 +44,9 @@ class HGRUBilinear(nn.Module):
         k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(height, width)
 
         # Projecting after the transform moves C channels through it instead of 3 C.
-        u_hat = core.SpectralDense(3 * o.channels, o.dtype, name="input_proj")(
-            spectral.rfft2(x, o.backend), width
-        )
+        u_hat = core.SpectralDense(3 * o.channels, o.dtype, name="input_proj")(spectral.rfft2(x, o.backend), width)
         u_hat = core.flatten(u_hat)
-        inputs = tuple(
-            Spectrum(*planes) for planes in zip(*(jnp.split(p, 3, axis=-1) for p in u_hat), strict=True)
-        )
+        inputs = tuple(Spectrum(*planes) for planes in zip(*(jnp.split(p, 3, axis=-1) for p in u_hat), strict=True))
 
         step = _step(k_exc, k_inh)
         states = linear_scan(step, 3, gates, inputs, o.scan, last_only)

@@ -156,8 +156,7 @@ class Checkpoints:
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
-            f"cannot write checkpoints to {self.directory} ({error.strerror}): "
-            "choose another --checkpoint_dir",
+            f"cannot write checkpoints to {self.directory} ({error.strerror}): choose another --checkpoint_dir",
             STORAGE_FAULT,
         )
 

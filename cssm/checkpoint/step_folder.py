@@ -79,11 +79,7 @@ def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, 
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     args = ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy))
     restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
-    empty = {
-        name: np.zeros(entry["shape"], entry["dtype"])
-        for name, entry in arrays.items()
-        if 0 in entry["shape"]
-    }
+    empty = {name: np.zeros(entry["shape"], entry["dtype"]) for name, entry in arrays.items() if 0 in entry["shape"]}
     leaves = {**restored, **empty}
     if wrong := [name for name, entry in arrays.items() if array_record(leaves[name]) != entry]:
         raise DamagedError(f"{wrong[0]} is not what was saved")

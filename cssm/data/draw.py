@@ -49,9 +49,7 @@ def below(words: np.ndarray, limit: int | np.ndarray) -> np.ndarray:
 @cache
 def turn_table(max_turn: int) -> np.ndarray:
     """int32 [4096]: the inverse of the distribution of a turn d in whole degrees, cos(90 d / max_turn)**2."""
-    weights = [
-        round(2**20 * math.cos(math.pi / 2 * d / max_turn) ** 2) for d in range(-max_turn, max_turn + 1)
-    ]
+    weights = [round(2**20 * math.cos(math.pi / 2 * d / max_turn) ** 2) for d in range(-max_turn, max_turn + 1)]
     levels = (2 * np.arange(2**TURN_BITS) + 1) * sum(weights)
     return (np.searchsorted(np.cumsum(weights) * 2 ** (TURN_BITS + 1), levels) - max_turn).astype(np.int32)
 
@@ -77,9 +75,7 @@ def chain(start: np.ndarray, headings: np.ndarray, pitch: int) -> np.ndarray:
     """
     steps = along(headings, pitch // 2)
     steps = np.repeat(steps, 2, axis=2)
-    return np.concatenate(
-        [start[:, :, None], start[:, :, None] + np.cumsum(steps, axis=2, dtype=np.int32)], axis=2
-    )
+    return np.concatenate([start[:, :, None], start[:, :, None] + np.cumsum(steps, axis=2, dtype=np.int32)], axis=2)
 
 
 def clear(a: np.ndarray, b: np.ndarray, distance: int) -> np.ndarray:

@@ -16,9 +16,7 @@ SPLITS = {"train": (0.0, 0.70), "val": (0.70, 0.85), "test": (0.85, 1.0)}
 SPLIT_SEED = 20220928  # of the split, not of the run: --seed never moves an example from one split to another
 
 
-def digits_source(
-    config: Config, split: str, progress: Callable[[int, int], None] | None = None
-) -> ArraySource:
+def digits_source(config: Config, split: str, progress: Callable[[int, int], None] | None = None) -> ArraySource:
     """1,797 real handwritten digits (UCI, 8x8 pixels, 10 classes), grey, resized to config.image_size.
 
     Split 70/15/15 within each class, the same for every --seed; within a split the order is shuffled once, so
@@ -40,9 +38,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     """float64 [1797, 8, 8] from 0 to 255, int32 [1797]: scikit-learn's file, read without its 2 s import."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise UserError(
-            "--dataset digits reads images that scikit-learn ships: type pip install scikit-learn"
-        )
+        raise UserError("--dataset digits reads images that scikit-learn ships: type pip install scikit-learn")
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not path.exists():
         raise UserError(f"this scikit-learn has no {path.name}: type pip install 'scikit-learn>=1.7'")

@@ -137,18 +137,12 @@ def generate(
     indices. seed: 0 .. 2**64 - 1; split: train, val or test; indices: int64 [n], not negative.
     """
     starts = range(0, max(len(indices), 1), CHUNK)
-    images, labels, parts = zip(
-        *(_chunk(spec, seed, split, indices[i : i + CHUNK]) for i in starts), strict=True
-    )
-    geometry = Geometry(
-        *(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Geometry))
-    )
+    images, labels, parts = zip(*(_chunk(spec, seed, split, indices[i : i + CHUNK]) for i in starts), strict=True)
+    geometry = Geometry(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Geometry)))
     return np.concatenate(images), np.concatenate(labels), geometry
 
 
-def _chunk(
-    spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, Geometry]:
+def _chunk(spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, Geometry]:
     stream = fold(fold(np.array([spec.version], np.uint64), seed), SPLITS.index(split))
     scenes = grow(_shape(spec), fold(fold(stream, SCENE), indices.astype(np.uint64)))
     labels = _labels(fold(stream, LABEL), indices)
@@ -210,9 +204,7 @@ def _render(spec: PathfinderSpec, scenes: Scenes, markers: np.ndarray) -> np.nda
     return canvas.images()
 
 
-def pathfinder_source(
-    config: Config, split: str, progress: Callable[[int, int], None] | None = None
-) -> ArraySource:
+def pathfinder_source(config: Config, split: str, progress: Callable[[int, int], None] | None = None) -> ArraySource:
     """Pathfinder at config.pathfinder_difficulty and config.image_size, from the cache or generated into it.
 
     No more of a split's NUM_IMAGES are generated than config.max_train_examples or max_eval_examples ask for.
@@ -234,8 +226,6 @@ def pathfinder_source(
     return ArraySource(images, labels, num_classes=2)
 
 
-def _labelled(
-    spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _labelled(spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     images, labels, _ = generate(spec, seed, split, indices)
     return images, labels

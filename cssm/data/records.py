@@ -90,9 +90,7 @@ def _make(
         labels = np.zeros(n, np.int32)
         chunks = [np.arange(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
         with _file(building / "images.npy", np.uint8, (n, *image_shape)) as file:
-            for chunk, (images, labels[chunk]) in zip(
-                chunks, _results(make, chunks, num_workers), strict=True
-            ):
+            for chunk, (images, labels[chunk]) in zip(chunks, _results(make, chunks, num_workers), strict=True):
                 file.write(np.ascontiguousarray(images).data)
                 if progress is not None:
                     progress(int(chunk[-1]) + 1, n)
@@ -112,9 +110,7 @@ def _file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> Binary
     return file
 
 
-def _results(
-    make: Maker, chunks: list[np.ndarray], num_workers: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _results(make: Maker, chunks: list[np.ndarray], num_workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     if not num_workers:
         yield from map(make, chunks)
         return

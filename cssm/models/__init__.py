@@ -17,9 +17,7 @@ from cssm.positions import ROPE_MODES
 MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
 
 
-def build(
-    config: Config, num_classes: int, wrap_block: Callable | None = None, dtype: Any = None
-) -> nn.Module:
+def build(config: Config, num_classes: int, wrap_block: Callable | None = None, dtype: Any = None) -> nn.Module:
     """The model that the configuration describes.
 
     dtype: of activations, in place of the configuration's (float64 for an oracle).

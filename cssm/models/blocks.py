@@ -127,9 +127,7 @@ class Attention(nn.Module):
         qkv = qkv.reshape(batch * steps, height * width, 3, self.num_heads, channels // self.num_heads)
         q, k, v = (qkv[:, :, i] for i in range(3))
         y = jax.nn.dot_product_attention(q, k, v)
-        return nn.Dense(channels, dtype=self.dtype, name="proj")(
-            y.reshape(batch, steps, height, width, channels)
-        )
+        return nn.Dense(channels, dtype=self.dtype, name="proj")(y.reshape(batch, steps, height, width, channels))
 
 
 class MLP(nn.Module):

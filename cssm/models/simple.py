@@ -42,11 +42,11 @@ class Simple(nn.Module):
         x = nn.softplus(blocks.norm(self.norm_type, train, self.dtype, "readout_norm")(x))
         x = blocks.pool(x, self.pool_type)
         x = blocks.layer_norm(self.dtype, "norm_post")(x)
-        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(jnp.promote_types(self.dtype, jnp.float32))
+        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
+            jnp.promote_types(self.dtype, jnp.float32)
+        )
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "pathtracker":
             return blocks.PointwiseStem(self.embed_dim, self.norm_type, self.dtype, name="stem")(x, train)
-        return blocks.ConvPoolStem(self.embed_dim, self.stem_layers, self.norm_type, self.dtype, name="stem")(
-            x, train
-        )
+        return blocks.ConvPoolStem(self.embed_dim, self.stem_layers, self.norm_type, self.dtype, name="stem")(x, train)

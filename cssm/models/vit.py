@@ -88,12 +88,12 @@ class ViT(nn.Module):
                 name=f"block_{i}",
             )(x)
         x = blocks.layer_norm(self.dtype, "head_norm")(nn.gelu(x))
-        logits = nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(jnp.promote_types(self.dtype, jnp.float32))
+        logits = nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
+            jnp.promote_types(self.dtype, jnp.float32)
+        )
         return blocks.pool(logits, self.pool_type)
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "patch":
             return blocks.PatchStem(self.embed_dim, self.patch_size, self.dtype, name="stem")(x, train)
-        return blocks.StridedStem(self.embed_dim, self.stem_stride, self.norm_type, self.dtype, name="stem")(
-            x, train
-        )
+        return blocks.StridedStem(self.embed_dim, self.stem_stride, self.norm_type, self.dtype, name="stem")(x, train)

@@ -52,24 +52,18 @@ class Reporter:
         self._speaks = primary and headless_stream is None
         self._chatty = self._speaks and not quiet
         animated = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._console = Console(
-            file=sys.stdout, force_terminal=animated, highlight=False, markup=False, emoji=False
-        )
+        self._console = Console(file=sys.stdout, force_terminal=animated, highlight=False, markup=False, emoji=False)
         self._tasks: list[Task] = []
         self._bar: Bar | None = None
         self._live = None
         if animated and self._chatty:
-            self._live = Live(
-                console=self._console, get_renderable=self._view, refresh_per_second=8, transient=True
-            )
+            self._live = Live(console=self._console, get_renderable=self._view, refresh_per_second=8, transient=True)
         self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live:
             self._live.stop()
         self._events.close()
@@ -187,9 +181,7 @@ class Reporter:
         except ModuleNotFoundError as error:
             self.line(f"no curves were drawn, {error.name} is not installed: type pip install {error.name}")
             return []
-        return save_curves(
-            read_events(self.run_dir / "metrics.jsonl"), self.run_dir / "plots", self.run_dir.name
-        )
+        return save_curves(read_events(self.run_dir / "metrics.jsonl"), self.run_dir / "plots", self.run_dir.name)
 
     def _piped(self, text: str) -> None:
         """A line where nothing moves: it stands for what a terminal shows by moving."""
@@ -214,9 +206,7 @@ class Reporter:
 
     def _view(self) -> RenderableType:
         bar = self._bar
-        return Group(
-            *([bar.view(self._console.width)] if bar else []), *[task.view() for task in self._tasks]
-        )
+        return Group(*([bar.view(self._console.width)] if bar else []), *[task.view() for task in self._tasks])
 
 
 def devices_report(rows: Sequence[Mapping[str, Any]], json_stream: IO[str] | None = None) -> None:

@@ -65,9 +65,7 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter
         except ModuleNotFoundError as error:
-            raise UserError(
-                "--tensorboard needs the package tensorboardX: type pip install tensorboardX"
-            ) from error
+            raise UserError("--tensorboard needs the package tensorboardX: type pip install tensorboardX") from error
         self._open = partial(SummaryWriter, str(directory))
         self._writer: SummaryWriter | None = None
 

@@ -22,9 +22,7 @@ def save_curves(events: list[dict[str, Any]], directory: Path, title: str) -> li
     return paths
 
 
-def _points(
-    events: list[dict[str, Any]], metric: str, kind: str, split: str | None
-) -> list[tuple[int, float]]:
+def _points(events: list[dict[str, Any]], metric: str, kind: str, split: str | None) -> list[tuple[int, float]]:
     return [
         (event["step"], float(event[metric]))
         for event in events
@@ -56,9 +54,7 @@ def _figure(metric: str, curves: dict[str, list[tuple[int, float]]], title: str)
                 label=_final(name, values),
             )
         else:
-            axes.plot(
-                steps, values, color=colour, linewidth=2, marker="o", markersize=4, label=_final(name, values)
-            )
+            axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4, label=_final(name, values))
     axes.set(title=f"{title}: {metric}", xlabel="step", ylabel=metric)
     if metric == "accuracy":
         axes.set_ylim(0, 1.02)
