@@ -116,8 +116,8 @@ def multiply(a: Spectrum, b: Spectrum) -> Spectrum:
     return Spectrum(a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re)
 
 
-def scale(factor: jax.Array, a: Spectrum) -> Spectrum:
-    """Product of a real array with a spectrum."""
+def scale(factor: jax.Array | float, a: Spectrum) -> Spectrum:
+    """Product of a real array or number with a spectrum."""
     return Spectrum(factor * a.re, factor * a.im)
 
 

@@ -23,8 +23,7 @@ Tree = Any
 NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "short_conv_temporal_bias")
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """Everything that one step hands to the next. rng: raw uint32 key of the run, constant; steps fold into it."""
 
     step: jax.Array
@@ -35,8 +34,7 @@ class TrainState:
     rng: jax.Array
 
 
-@struct.dataclass
-class Sums:
+class Sums(struct.PyTreeNode):
     """Totals over examples (loss, correct, count) and over steps (grad_norm, steps), the same on every device."""
 
     loss: jax.Array
@@ -62,15 +60,17 @@ def normalise(images: jax.Array) -> jax.Array:
 
 def make_schedule(config: Config, total_steps: int, warmup_steps: int) -> optax.Schedule:
     """Learning rate at a number of finished updates: linear warm-up from 0, then cosine to 1 % of lr, or constant."""
+    lr = config.lr
+    assert lr is not None, "a complete configuration has one"
     after = (
-        optax.cosine_decay_schedule(config.lr, max(total_steps - warmup_steps, 1), alpha=0.01)
+        optax.cosine_decay_schedule(lr, max(total_steps - warmup_steps, 1), alpha=0.01)
         if config.schedule == "cosine"
-        else optax.constant_schedule(config.lr)
+        else optax.constant_schedule(lr)
     )
     if warmup_steps == 0:
         return after
     # Step 1 already learns: the ramp starts at lr / warmup_steps, not at 0.
-    ramp = optax.linear_schedule(config.lr / warmup_steps, config.lr, max(warmup_steps - 1, 1))
+    ramp = optax.linear_schedule(lr / warmup_steps, lr, max(warmup_steps - 1, 1))
     return optax.join_schedules([ramp, after], [warmup_steps])
 
 
@@ -178,7 +178,8 @@ def make_eval_step(model: nn.Module) -> Callable:
     """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added, over all devices."""
 
     def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
-        logits = model.apply({"params": params, "batch_stats": batch_stats}, normalise(batch["image"]), train=False)
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits: Any = model.apply(variables, normalise(batch["image"]), train=False)
         mask, labels = batch["mask"], batch["label"]
         losses = jnp.where(mask > 0, cross_entropy(logits, labels, 0.0), 0.0)
         correct = jnp.sum((jnp.argmax(logits, axis=-1) == labels) & (mask > 0), dtype=jnp.int32)

@@ -4,15 +4,16 @@ Metrics stay on the devices until a log line is due, and the host runs a few ste
 numbers. A checkpoint holds everything that the next step needs, and is never made of a state that is not finite.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import jax
-import numpy as np
 
 from cssm.checkpoint import Checkpoints
 from cssm.config import Config, UserError, applicable, resume_record, write_yaml
@@ -54,6 +55,28 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
             loop.start()
             loop.take_steps()
             return loop.finish()
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`Sums` as plain Python numbers on the host."""
+
+    loss: float
+    correct: int
+    count: int
+    grad_norm: float
+    steps: int
+
+    @classmethod
+    def of(cls, sums: Sums) -> "Totals":
+        """Wait for the devices and read the sums, which all of them hold alike."""
+        host = par.unreplicate(sums)
+        return cls(float(host.loss), int(host.correct), int(host.count), float(host.grad_norm), int(host.steps))
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Loss and accuracy of an example."""
+        return {"loss": self.loss / self.count, "accuracy": self.correct / self.count}
 
 
 class Loop:
@@ -173,32 +196,36 @@ class Loop:
         self._report_commits()
 
     def _log(self) -> None:
-        sums = self._checked(par.unreplicate(self.window))
+        totals = self._checked_window()
         self.window = self.no_sums
-        count, steps = int(sums.count), int(sums.steps)
-        fields = {"loss": sums.loss / count, "accuracy": sums.correct / count}
-        rates = self.meter.window(steps, count)
+        rates = self.meter.window(totals.steps, totals.count)
         self.report.event(
             "step",
             step=self.step,
             epoch=(self.step - 1) // self.setup.epoch_steps + 1,
-            **fields,
-            learning_rate=float(self.setup.schedule(self.step - 1)),
-            grad_norm=sums.grad_norm / steps,
+            **totals.means,
+            learning_rate=self._learning_rate(),
+            grad_norm=totals.grad_norm / totals.steps,
             **rates,
         )
-        self.report.update(self.step, **fields, images_per_s=rates["images_per_s"])
+        self.report.update(self.step, **totals.means, images_per_s=rates["images_per_s"])
 
-    def _checked(self, sums: Sums) -> Sums:
-        """The same sums, if they are finite."""
-        if np.isfinite(sums.loss) and np.isfinite(sums.grad_norm):
-            return sums
-        what = "loss" if not np.isfinite(sums.loss) else "gradient"
-        before = self.step - int(sums.steps) + 1
+    def _learning_rate(self) -> float:
+        """Of the step just taken."""
+        rate: Any = self.setup.schedule(self.step - 1)
+        return float(rate)
+
+    def _checked_window(self) -> Totals:
+        """The totals since the last log line, if they are finite."""
+        totals = Totals.of(self.window)
+        if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+            return totals
+        what = "loss" if not math.isfinite(totals.loss) else "gradient"
+        before = self.step - totals.steps + 1
         saved = f"the checkpoint of step {self.saved_step} is good" if self.saved_step > 0 else "nothing was saved yet"
         message = (
             f"the {what} is not finite between steps {before} and {self.step} (learning rate "
-            f"{float(self.setup.schedule(self.step - 1)):.3g}); {saved}; try a smaller --lr or --grad_clip"
+            f"{self._learning_rate():.3g}); {saved}; try a smaller --lr or --grad_clip"
         )
         self.report.event("error", step=self.step, message=message)
         raise UserError(message, NON_FINITE)
@@ -214,14 +241,8 @@ class Loop:
             with closing(par.prefetch_to_device(host_batches, self.setup.devices, self.config.prefetch)) as batches:
                 for batch in batches:
                     sums = self.eval_step(params, self.state.batch_stats, sums, batch)
-            host = par.unreplicate(sums)
-        count = int(host.count)
-        result = {
-            "step": self.step,
-            "loss": float(host.loss) / count,
-            "accuracy": int(host.correct) / count,
-            "count": count,
-        }
+            totals = Totals.of(sums)
+        result = {"step": self.step, **totals.means, "count": totals.count}
         best = split == "val" and result["accuracy"] >= self.best.get("accuracy", -1.0)
         if best:
             self.best = result
@@ -231,7 +252,7 @@ class Loop:
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
-        self._checked(par.unreplicate(self.window))
+        self._checked_window()
         with self.meter.span("save"):
             val = self.last.get("val", {})
             meta = {

@@ -144,7 +144,7 @@ def hgru_bi(x, p, readout="xyz", origin="image_center"):
 
 def gated(x, p, gate_type, spatial, temporal, origin="image_center"):
     x = np.asarray(x, np.float64)
-    batch, steps, height, width, channels = x.shape
+    batch, steps, height, width, _ = x.shape
     m, z = np.split(dense(x, p, "in_proj"), 2, axis=-1)
     if spatial:
         before = (spatial - 1) // 2

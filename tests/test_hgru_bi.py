@@ -1,4 +1,4 @@
-"""hgru_bi: published fingerprints, the float64 oracle (values and gradients), and what its shortcuts must not change."""
+"""hgru_bi: published fingerprints, the float64 oracle (values and gradients), what its shortcuts must not change."""
 
 import jax
 import jax.numpy as jnp

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "runs": "cssm config checkpoint",
     "checkpoint": "cssm config",
     "report": "cssm config",
-    "models": "config cells spectral positions",
+    "models": "config cells scan spectral positions",
     "cells": "scan spectral positions",
     "scan": "spectral",
     "spectral": "",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +222,7 @@ def test_schedule_warms_up_from_the_first_step_and_ends_at_one_percent():
     rates = [float(schedule(step)) for step in range(101)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
     assert max(rates) == pytest.approx(1.0) and rates[100] == pytest.approx(0.01)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
     assert float(make_schedule(config, 10, 0)(0)) == pytest.approx(1.0)
     constant = make_schedule(dataclasses.replace(config, schedule="constant"), 10, 0)
     assert float(constant(9)) == pytest.approx(1.0)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen import dtypes
 
 from cssm import spectral
-from cssm.spectral import Spectrum
+from cssm.scan import Method
+from cssm.spectral import Backend, Spectrum
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class CellOptions:
     kernel_origin: str = "origin"
     gate_type: str = "factored"
     rope_mode: str = "none"
-    scan: str = "auto"
-    backend: str = "auto"
+    scan: Method = "auto"
+    backend: Backend = "auto"
     dtype: jnp.dtype | None = None
 
 
@@ -36,19 +38,19 @@ class SpectralKernel(nn.Module):
     """
 
     options: CellOptions
-    init: Callable
+    kernel_init: Callable
 
     @nn.compact
     def __call__(self, height: int, width: int) -> Spectrum:
         o = self.options
         shape = (o.channels, o.kernel_size, o.kernel_size)
         if o.kernel_domain == "spatial":
-            kernel = self.param("kernel", self.init, shape)
+            kernel = self.param("kernel", self.kernel_init, shape)
             k_hat = spectral.kernel_spectrum(kernel, height, width, o.kernel_origin)
         else:
 
             def init_spectrum(key):
-                re, im = spectral.kernel_spectrum(self.init(key, shape), height, width, "origin")
+                re, im = spectral.kernel_spectrum(self.kernel_init(key, shape), height, width, "origin")
                 return jnp.moveaxis(jax.lax.complex(re, im), -1, 0)
 
             k = jnp.moveaxis(self.param("spectrum", init_spectrum), 0, -1)
@@ -100,7 +102,7 @@ class SpectralDense(nn.Module):
         channels, height = x_hat.re.shape[-1], x_hat.re.shape[-3]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (channels, self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        re, im, kernel, bias = nn.dtypes.promote_dtype(x_hat.re, x_hat.im, kernel, bias, dtype=self.dtype)
+        re, im, kernel, bias = dtypes.promote_dtype(x_hat.re, x_hat.im, kernel, bias, dtype=self.dtype)
         return Spectrum((re @ kernel).at[..., 0, 0, :].add(bias * (height * width)), im @ kernel)
 
 
@@ -115,7 +117,7 @@ class StateReadout(nn.Module):
         channels, height = states[0].re.shape[-1], states[0].re.shape[-3]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), channels, self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        kernel, bias = nn.dtypes.promote_dtype(kernel, bias, dtype=self.dtype)
+        kernel, bias = dtypes.promote_dtype(kernel, bias, dtype=self.dtype)
         re = spectral.total([s.re @ kernel[i] for i, s in enumerate(states)])
         im = spectral.total([s.im @ kernel[i] for i, s in enumerate(states)])
         return Spectrum(re.at[..., 0, 0, :].add(bias * (height * width)), im)

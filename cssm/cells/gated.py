@@ -6,6 +6,7 @@ docs/math.md, section 2. After GatedCSSM of the published CSSM code (its depthwi
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen import dtypes
 
 from cssm import spectral
 from cssm.cells import core
@@ -70,7 +71,7 @@ class Gated(nn.Module):
             m = core.repeat_over_time(m, steps)
             kernel = self.param("short_conv_temporal_kernel", nn.initializers.lecun_normal(), (taps, 1, o.channels))
             bias = self.param("short_conv_temporal_bias", nn.initializers.zeros, (o.channels,))
-            m, kernel, bias = nn.dtypes.promote_dtype(m, kernel, bias, dtype=o.dtype)
+            m, kernel, bias = dtypes.promote_dtype(m, kernel, bias, dtype=o.dtype)
             past = jnp.pad(m, ((0, 0), (taps - 1, 0), (0, 0), (0, 0), (0, 0)))
             m = spectral.total([kernel[i, 0] * past[:, i : i + m.shape[1]] for i in range(taps)]) + bias
         return m

@@ -1,7 +1,7 @@
 """Trunks: each maps images [B, H, W, C] or clips [B, T, H, W, C] to logits [B, num_classes]."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,6 +13,10 @@ from cssm.models.blocks import Attention
 from cssm.models.simple import Simple
 from cssm.models.vit import ViT
 from cssm.positions import ROPE_MODES
+from cssm.scan import Method
+from cssm.spectral import Backend
+
+T = TypeVar("T")
 
 MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
 
@@ -42,10 +46,10 @@ def build(config: Config, num_classes: int, wrap_block: Callable | None = None, 
         return Simple(stem_layers=config.stem_layers, **common)
     return ViT(
         patch_size=config.patch_size,
-        stem_stride=config.stem_stride,
-        mlp_ratio=config.mlp_ratio,
+        stem_stride=config.stem_stride or 1,  # patches have none
+        mlp_ratio=_known(config.mlp_ratio),
         drop_path_rate=config.drop_path_rate,
-        layer_scale_init=config.layer_scale_init,
+        layer_scale_init=_known(config.layer_scale_init),
         recurrent=config.arch != "baseline",
         wrap_block=wrap_block,
         **common,
@@ -54,14 +58,14 @@ def build(config: Config, num_classes: int, wrap_block: Callable | None = None, 
 
 def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
     options = CellOptions(
-        channels=config.embed_dim,
-        kernel_size=config.kernel_size,
+        channels=_known(config.embed_dim),
+        kernel_size=_known(config.kernel_size),
         kernel_domain=config.kernel_domain,
         kernel_origin=config.kernel_origin,
-        gate_type=config.gate_type,
+        gate_type=_known(config.gate_type),
         rope_mode=config.pos_embed if config.pos_embed in ROPE_MODES else "none",
-        scan=config.scan,
-        backend=config.spectral_backend,
+        scan=cast(Method, config.scan),
+        backend=cast(Backend, config.spectral_backend),
         dtype=dtype,
     )
     ablations = {
@@ -75,4 +79,11 @@ def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
 
 
 def _attention(config: Config, dtype) -> Callable[..., nn.Module]:
-    return lambda name: Attention(config.num_heads, dtype, name=name)
+    num_heads = _known(config.num_heads)
+    return lambda name: Attention(num_heads, dtype, name=name)
+
+
+def _known(value: T | None) -> T:
+    """A setting that a complete configuration has wherever it applies."""
+    assert value is not None
+    return value

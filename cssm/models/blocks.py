@@ -22,7 +22,7 @@ def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
 
 
 def norm(norm_type: str, train: bool, dtype: jnp.dtype, name: str) -> nn.Module:
-    """ "layer" over channels, or "batch" over everything else (momentum 0.99, epsilon 1e-5)."""
+    """Norm "layer" over channels, or "batch" over everything else (momentum 0.99, epsilon 1e-5)."""
     if norm_type == "layer":
         return layer_norm(dtype, name)
     return nn.BatchNorm(not train, momentum=0.99, epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
@@ -144,13 +144,13 @@ class MLP(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Per-channel factor, started at `init` (Touvron et al. 2021)."""
+    """Per-channel factor, started at `init_value` (Touvron et al. 2021)."""
 
-    init: float
+    init_value: float
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gamma = self.param("gamma", nn.initializers.constant(self.init), x.shape[-1:])
+        gamma = self.param("gamma", nn.initializers.constant(self.init_value), x.shape[-1:])
         return x * gamma.astype(x.dtype)
 
 
@@ -185,7 +185,8 @@ def pool(x: jax.Array, pool_type: str) -> jax.Array:
 def max_pool_2x2(x: jax.Array) -> jax.Array:
     """2x2 max-pool, stride 2, SAME, over H and W of [..., H, W, C].
 
-    By pairs, whose gradient is a choice and never a division (see `pool`); on a CPU several times faster than nn.max_pool's.
+    By pairs, whose gradient is a choice and never a division (see `pool`); on a CPU several times faster than
+    nn.max_pool's.
     """
     height, width = x.shape[-3:-1]
     if height % 2 or width % 2:
