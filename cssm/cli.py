@@ -13,7 +13,7 @@ from typing import IO
 from cssm import __version__
 from cssm.config import Config, Parsed, UserError, parse_args
 
-BUG, USAGE, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED = 1, 2, 3, 6, 128, 130
+BUG, USAGE, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -22,6 +22,24 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 def main(argv: list[str] | None = None) -> int:
     """Run a command line (sys.argv without the program's name unless given); returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # `>&-`: the next file to be opened would get its descriptor, and what is printed
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", closefd=False)
+    try:
+        try:
+            return _dispatch(argv)
+        finally:
+            sys.stdout.flush()  # here, where a failure can be caught; --help leaves by SystemExit
+    except BrokenPipeError as error:
+        # Whoever read the output has gone (`| head`). That is no failure of this program: it ends quietly, with the
+        # code that a shell gives to a program ended by SIGPIPE.
+        if "--debug" in argv:
+            traceback.print_exception(error)
+        for descriptor in (1, 2):  # Python flushes both once more when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return UNREAD
+
+
+def _dispatch(argv: list[str]) -> int:
     try:
         parsed = parse_args(argv)
     except UserError as error:
@@ -33,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         if stream is None and not config.quiet:
             print(_opening(parsed), flush=True)
         return _run(parsed, stream)
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
@@ -136,6 +156,7 @@ def _send_error(stream: IO[str], code: int, sentence: str) -> None:
 
 
 def _failed(error: Exception, code: int, sentence: str, debug: bool) -> int:
+    sys.stdout.flush()  # what came before is read before, where both lead to one place
     if debug:
         traceback.print_exception(error)
     label = "" if code > SIGNALLED else "error: "  # to be stopped is no error

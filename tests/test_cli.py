@@ -152,6 +152,27 @@ def test_every_ending_has_its_code_and_sentence(ending, code, words):
         assert result.stderr.splitlines()[-1] == f"error: {last['message']}"
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["--lr=1"], ["--lr=1", "--quiet"], ["--lr=1", "--headless"]])
+def test_output_that_nobody_reads_any_more_ends_the_program_quietly(argv):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-W", "error", "-c", FAKE_TRAINING.replace("ENDING", "return {}"), *argv]
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert result.returncode == 141
+    assert set(result.stderr.splitlines()) <= {"python prints", "a library prints", "a child prints"}
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--lr=1"], ["--lr=1", "--headless"]])
+def test_a_program_started_without_stdout_runs_all_the_same(argv):
+    ending = "print(os.open('main.py', os.O_RDONLY), file=sys.stderr); return {}"
+    program = [sys.executable, "-W", "error", "-c", FAKE_TRAINING.replace("ENDING", ending), *argv]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *program]
+    result = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "1" not in result.stderr.splitlines(), "a file took the place of stdout"
+
+
 class TestExplain:
     """The code and the advice for errors that other libraries raise."""
 
@@ -167,7 +188,7 @@ class TestExplain:
         "argv, advice",
         [
             (
-                [],
+                ["--batch_size=64"],
                 "with 64 images per device: type --batch_size 32 --grad_accum 2 (the same effective batch)",
             ),
             (
