@@ -205,9 +205,12 @@ def assert_replicated(tree: Tree) -> None:
 def enable_compile_cache(directory: str | Path) -> Path:
     """Keep compiled programs in a folder under `directory` for the next run; returns that folder.
 
+    A JAX_COMPILATION_CACHE_DIR of the user's own is taken as it is instead, and no setting of jax is changed.
     Call it before the first compilation. The folder is named by jax version and CPU model, because a home
     directory may be shared by machines that cannot run each other's code. OSError if it cannot be made.
     """
+    if own := os.environ.get("JAX_COMPILATION_CACHE_DIR", "").strip():
+        return Path(own)
     cpuinfo = Path("/proc/cpuinfo")
     cpu = cpuinfo.read_text() if cpuinfo.exists() else host.processor()
     model = sorted(set(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", cpu, re.MULTILINE)))

@@ -285,7 +285,17 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
     assert int(hits_again) > 0
 
 
-def test_a_compile_cache_that_cannot_be_made_is_an_error(tmp_path):
+def test_a_compile_cache_of_the_users_own_is_left_as_it_is(tmp_path, monkeypatch):
+    names = [name for name in jax.config.values if "cache" in name]
+    before = [jax.config.values[name] for name in names]
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
+    assert enable_compile_cache(tmp_path / "ours") == tmp_path / "own"
+    assert [jax.config.values[name] for name in names] == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compile_cache_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         enable_compile_cache(tmp_path / "file")
