@@ -76,12 +76,12 @@ class Config:
         applies={**_BLOCKS, "stem_mode": ("conv",)})
     stem_layers: int = _model(1, "layers of the stem, each halves the resolution", bounds="[1,)",
         applies={"arch": ("simple",), "stem_mode": ("conv",)})
-    kernel_size: int = _model(11, "side of the spatial kernels", bounds="[1,)", applies=_CELL)
+    kernel_size: int | None = _model(None, "side of the spatial kernels", bounds="[1,)", applies=_CELL)
     kernel_domain: str = _model("spatial", "where kernels are learnt; spectral means complex parameters",
         choices=("spatial", "spectral"), applies=_CELL)
     kernel_origin: str = _model("origin", "where the centre of a kernel lies; image_center shifts the map",
         choices=("origin", "image_center"), applies={**_CELL, "kernel_domain": ("spatial",)})
-    gate_type: str = _model("factored", "gates: a value a frequency, or rows and columns (few parameters)",
+    gate_type: str | None = _model(None, "gates: a value a frequency, or rows and columns (few parameters)",
         choices=("dense", "factored"), applies=_CELL)
     readout_state: str = _model("xyz", "states that are read out", applies={**_CELL, "cssm": ("hgru_bi",)},
         choices=("xyz", "xy", "xz", "yz", "x", "y", "z"))
@@ -91,7 +91,7 @@ class Config:
         bounds="[0,)", applies={**_CELL, "cssm": ("gated",)})
     seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=_CELL)
     pos_embed: str | None = _model(None, "positions; baseline takes none or learnable", choices=_POSITIONS,
-        aliases=("rope_mode",), unset="mrope for simple, else learnable")
+        aliases=("rope_mode",), unset="by recipe")
     norm_type: str = _model("layer", "normalisation", choices=("layer", "batch"))
     pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
     drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training",

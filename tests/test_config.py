@@ -59,7 +59,7 @@ def test_typed_wins_over_file_over_recipe_over_default(tmp_path):
 @pytest.mark.parametrize(
     "typed, file, expected",
     [
-        ({}, {}, {"epochs": 12, "max_steps": None}),
+        ({}, {}, {"epochs": 15, "max_steps": None}),
         ({"max_steps": 6}, {}, {"epochs": None, "max_steps": 6}),
         ({"max_steps": 6}, {"epochs": 5}, {"epochs": None, "max_steps": 6}),
         ({"epochs": 5}, {"max_steps": 6}, {"epochs": 5, "max_steps": None}),
@@ -67,7 +67,7 @@ def test_typed_wins_over_file_over_recipe_over_default(tmp_path):
         ({"dataset": "pathfinder"}, {}, {"epochs": None, "max_steps": 2000}),
         ({"dataset": "pathfinder", "epochs": 3}, {}, {"epochs": 3, "max_steps": None}),
         ({"warmup_epochs": 1}, {"warmup_steps": 9}, {"warmup_epochs": 1.0, "warmup_steps": None}),
-        ({}, {}, {"batch_size": 64, "global_batch_size": None, "grad_accum": None}),
+        ({}, {}, {"batch_size": 32, "global_batch_size": None, "grad_accum": None}),
         ({"global_batch_size": 96}, {}, {"batch_size": None, "global_batch_size": 96}),
         (
             {"global_batch_size": 96},
