@@ -14,7 +14,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
 from cssm.config import UserError, resolve
-from cssm.data import draw, pathfinder
+from cssm.data import pathfinder
 from cssm.data.pathfinder import NUM_IMAGES, SPECS, PathfinderSpec, generate, pathfinder_source, spec
 
 HASHES = {  # of 64 images and their labels
@@ -40,15 +40,6 @@ def test_images_are_the_same_to_the_bit_on_every_machine(difficulty, size, split
     assert images.dtype == np.uint8
     digest = hashlib.sha256(images.tobytes() + labels.astype("<i4").tobytes()).hexdigest()
     assert digest[:24] == HASHES[difficulty, size, split, seed]
-
-
-def test_no_table_depends_on_the_last_bit_of_the_machines_cosine():
-    exact = [2**draw.TRIG_BITS * math.cos(math.radians(d)) for d in range(360)]
-    exact += [
-        2**20 * math.cos(math.pi / 2 * d / turn) ** 2 for turn in {row.max_turn for row in SPECS} for d in range(turn)
-    ]
-    fraction = np.abs(np.array(exact)) % 1
-    assert np.abs(fraction - 0.5).min() > 1e-6
 
 
 def test_an_image_depends_on_its_index_alone(monkeypatch):

@@ -1,0 +1,84 @@
+"""What a run is put together from: how long it is, how it warms up, and the facts it states."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from cssm.config import UserError, resolve
+from cssm.report import Reporter
+from cssm.runs import Run
+from cssm.setup import describe, set_up
+
+# 40 examples in batches of 8: 5 steps an epoch
+TINY = {"cssm": "gated", "embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "lr": 0.5}
+TINY |= {"max_train_examples": 40, "max_eval_examples": 21, "global_batch_size": 8, "schedule": "constant"}
+
+
+def made(tmp_path, devices=2, **settings):
+    config = resolve({**TINY, **settings}, {})
+    with Reporter(None, quiet=True) as report:
+        return set_up(Run(tmp_path / "run", config, resumed=False), jax.devices()[:devices], report)
+
+
+@pytest.mark.parametrize(
+    "limits,steps",
+    [
+        ({"epochs": 3}, 15),
+        ({"max_steps": 7}, 7),
+        ({"epochs": 3, "max_steps": 7}, 7),
+        ({"epochs": 1, "max_steps": 7}, 5),
+        ({"epochs": 3, "global_batch_size": 16}, 6),
+    ],
+)
+def test_whichever_limit_comes_first_ends_the_run(limits, steps, tmp_path):
+    assert made(tmp_path, **limits).total_steps == steps
+
+
+@pytest.mark.parametrize(
+    "warmup,steps",
+    [
+        ({"warmup_steps": 4}, 4),
+        ({"warmup_steps": 0}, 0),
+        ({"warmup_epochs": 2.0}, 10),
+        ({"warmup_epochs": 0.3}, 2),
+        ({}, 3),
+    ],
+)
+def test_warm_up_is_in_steps_or_epochs_or_a_twentieth(warmup, steps, tmp_path):
+    """The rate rises by equal steps and reaches lr with the last step of the warm-up."""
+    setup = made(tmp_path, epochs=12, **warmup)
+    assert setup.total_steps == 60
+    rates = [float(setup.schedule(step)) for step in range(15)]
+    want = [0.5 * min(1.0, step / max(steps, 1)) for step in range(1, 16)]
+    np.testing.assert_allclose(rates, want, rtol=1e-6)
+
+
+def test_the_facts_add_up(tmp_path):
+    setup = made(tmp_path, epochs=2, batch_size=2, global_batch_size=8)
+    state = jax.jit(setup.initial_state)()
+    facts = describe(setup, jax.eval_shape(setup.initial_state))
+    assert (facts["devices"], facts["batch_size"], facts["grad_accum"], facts["effective_batch"]) == (2, 2, 2, 8)
+    assert len(facts["device_table"]) == 2
+    assert facts["num_params"] == sum(leaf.size for leaf in jax.tree.leaves(state.params)) > 0
+    assert facts["image_shape"] == [8, 8, 1]
+    assert [facts[f"{split}_examples"] for split in ("train", "val", "test")] == [40, 21, 21]
+    assert facts["total_steps"] == 2 * facts["steps_per_epoch"] == 10
+    assert facts["run_dir"] == str(tmp_path / "run")
+    assert facts["config"]["embed_dim"] == 4 and "patch_size" not in facts["config"]
+    kernel = math.prod(state.params["cell_0"]["in_proj"]["kernel"].shape)
+    assert facts["flops_per_image"] > 2 * kernel * 4 * 4, "the input projection alone, on a map of 4 x 4"
+
+
+def test_twice_the_time_steps_cost_more_of_the_same_parameters(tmp_path):
+    few, many = (made(tmp_path, seq_len=steps) for steps in (2, 4))
+    few, many = (describe(setup, jax.eval_shape(setup.initial_state)) for setup in (few, many))
+    assert few["num_params"] == many["num_params"]
+    assert 1.2 < many["flops_per_image"] / few["flops_per_image"] < 2.0
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path):
+    made(tmp_path, global_batch_size=40)
+    with pytest.raises(UserError, match=r"40 examples and one step takes 42"):
+        made(tmp_path, global_batch_size=42)
