@@ -100,7 +100,7 @@ class Config:
         applies=_BLOCKS)
 
     dataset: str = _data("digits", "the images", choices=("digits", "pathfinder"))
-    pathfinder_difficulty: str = _data("easy", "easy, or the number of paddles in a contour",
+    pathfinder_difficulty: str = _data("easy", "easy, or the number of paddles of a contour",
         choices=tuple(recipes.PATHFINDER_SIZES), applies={"dataset": ("pathfinder",)})
     image_size: int | None = _data(None, "side of the images", bounds="[1,)", unset="by data set")
     cache_dir: str | None = _data(None, "where generated images are kept", resume="fresh",
