@@ -72,6 +72,6 @@ def _stride(config: "Config") -> tuple[int, str]:
 def warnings_for(config: "Config") -> list[str]:
     """What is allowed but may not be meant, one sentence each."""
     side = -(-(config.image_size or 0) // _stride(config)[0])
-    if config.arch == "baseline" or config.kernel_size <= side:
+    if config.kernel_size is None or config.kernel_size <= side:  # a baseline has no kernels
         return []
     return [f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map, kernels are cropped to it"]
