@@ -23,7 +23,7 @@ _SIMPLE_DIGITS = _SIMPLE | {
     "epochs": 15,
 }
 _SIMPLE_PATHFINDER = _SIMPLE | {
-    "embed_dim": 24,
+    "embed_dim": 32,
     "kernel_size": 11,
     "gate_type": "dense",
     "batch_size": 32,

@@ -18,8 +18,8 @@ from cssm.data import pathfinder
 from cssm.data.pathfinder import NUM_IMAGES, SPECS, PathfinderSpec, generate, pathfinder_source, spec
 
 HASHES = {  # of 64 images and their labels
-    ("easy", 32, "train", 0): "a92765c3b78f214a131d98ea",
-    ("easy", 32, "val", 2018): "87e384ac4d4dd2d84dd04ac6",
+    ("easy", 32, "train", 0): "d769c53652a60f09c9c4f02f",
+    ("easy", 32, "val", 2018): "768ca692b101464b89a4a357",
     ("6", 64, "train", 0): "2b031369df4269afb131b878",
     ("9", 64, "test", 7): "43e5d575ff61d4809797d6e7",
     ("14", 128, "train", 0): "26b194eae9830e645e4c2792",

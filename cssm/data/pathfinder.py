@@ -65,7 +65,7 @@ class PathfinderSpec:
 # published lengths, turns and counts.
 SPECS = (
     #              difficulty size paddles length gap thick turn clear radius shared distractors of
-    PathfinderSpec("easy", 32, 5, 3.5, 0.0, 1.5, 75, 4.5, 1.5, 1, 2, 3),
+    PathfinderSpec("easy", 32, 5, 3.5, 0.0, 1.5, 75, 4.5, 1.5, 1, 1, 4),
     PathfinderSpec("6", 64, 6, 4.0, 3.5, 1.5, 60, 7.0, 2.5, 2, 4, 2),
     PathfinderSpec("6", 32, 6, 2.0, 2.0, 1.0, 75, 5.0, 1.5, 2, 2, 2),
     PathfinderSpec("6", 300, 6, 3.0, 8.0, 2.0, 50, 12.0, 5.0, 2, 15, 2),

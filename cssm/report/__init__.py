@@ -217,7 +217,7 @@ def devices_report(rows: Sequence[Mapping[str, Any]], json_stream: IO[str] | Non
     versions = {"python": platform.python_version(), **_versions(PACKAGES)}
     if rows[0]["platform"] == "gpu":
         driver = Path("/proc/driver/nvidia/version")
-        found = re.search(r"Kernel Module\D*([\d.]+)", driver.read_text()) if driver.exists() else None
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", driver.read_text()) if driver.exists() else None
         versions |= ({"NVIDIA driver": found[1]} if found else {}) | _versions(GPU_PACKAGES)
     variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
     if json_stream is not None:
