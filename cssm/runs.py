@@ -1,6 +1,7 @@
 """Run directories: where a run lives, whether it is new, and with which configuration one goes on."""
 
 import itertools
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,12 @@ class Run:
     config: Config
     resumed: bool
     notes: tuple[str, ...] = ()
+
+    def discard_if_unused(self) -> None:
+        """Remove the directory of a new run in which no file has any content: a run refused before it began."""
+        files = [path for path in self.directory.rglob("*") if path.is_file()]
+        if not self.resumed and not any(path.stat().st_size for path in files):
+            shutil.rmtree(self.directory)
 
     @property
     def checkpoints(self) -> Path:

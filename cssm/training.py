@@ -48,13 +48,17 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
         "quiet": run.config.quiet,
         "tensorboard": run.config.tensorboard,
     }
-    with Reporter(run.directory, **options) as report, StopSignals() as stop:
-        setup = set_up(run, devices, report)
-        with Checkpoints(run.checkpoints, run.config.max_checkpoints) as checkpoints:
-            loop = Loop(setup, report, checkpoints, stop, meter)
-            loop.start()
-            loop.take_steps()
-            return loop.finish()
+    try:
+        with Reporter(run.directory, **options) as report, StopSignals() as stop:
+            setup = set_up(run, devices, report)
+            with Checkpoints(run.checkpoints, run.config.max_checkpoints) as checkpoints:
+                loop = Loop(setup, report, checkpoints, stop, meter)
+                loop.start()
+                loop.take_steps()
+                return loop.finish()
+    except (UserError, par.DeviceError):
+        run.discard_if_unused()
+        raise
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,16 @@ def test_changes_on_resume_are_told_and_a_changed_model_is_refused(tmp_path):
         reopen(tmp_path, "--resume", str(tmp_path / "a"), "--embed_dim", "64")
 
 
+def test_a_run_refused_before_it_began_leaves_nothing_behind(tmp_path):
+    run = open_run(Config(checkpoint_dir=str(tmp_path)), {})
+    (run.directory / "metrics.jsonl").touch()
+    run.discard_if_unused()
+    assert not run.directory.exists()
+    kept = saved_run(tmp_path, "kept")
+    kept.discard_if_unused()
+    assert kept.checkpoints.exists()
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_path_without_a_run_is_refused(tmp_path, inside):
     path = tmp_path / "nowhere"

@@ -17,6 +17,7 @@ from cssm.checkpoint.step_folder import read_arrays, read_record
 from cssm.config import Config, UserError, parse_args
 from cssm.report import read_events
 from cssm.signals import Stopped
+from parallel.devices import DeviceError
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {
@@ -160,6 +161,12 @@ def test_a_finished_run_says_so_and_goes_on_when_given_more_steps(tmp_path, caps
     summary = go_on(tmp_path, "run", "--max_steps", "5", "--num_devices", "1")
     assert summary["step"] == 5
     assert set(losses(tmp_path / "run")) == {1, 2, 3, 4, 5}
+
+
+def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tmp_path):
+    with pytest.raises(DeviceError, match="type 8 or 12"):
+        start(tmp_path, "run", num_devices=4, global_batch_size=10)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
