@@ -241,8 +241,9 @@ class Loop:
         batch_size = self.setup.batching.batch_size * self.setup.batching.devices
         sums = self.no_sums
         with self.report.busy(f"evaluating {split}"), self.meter.span("evaluate"):
-            host_batches = eval_batches(self.setup.sources[split], batch_size, workers=self.config.num_workers or 0)
-            with closing(par.prefetch_to_device(host_batches, self.setup.devices, self.config.prefetch)) as batches:
+            ragged = eval_batches(self.setup.sources[split], batch_size, workers=self.config.num_workers or 0)
+            padded = (par.pad_and_mask(batch, batch_size) for batch in ragged)
+            with closing(par.prefetch_to_device(padded, self.setup.devices, self.config.prefetch)) as batches:
                 for batch in batches:
                     sums = self.eval_step(params, self.state.batch_stats, sums, batch)
             totals = Totals.of(sums)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cssm import train
 from cssm.config import applicable, parse_args, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,3 +28,11 @@ def test_the_header_is_the_command_and_the_hardware(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert header[0] == f"# python main.py --config configs/{path.name}"
     assert "Hardware: " in " ".join(header)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_takes_two_steps(path, tmp_path):
+    short = ["--max_steps", "2", "--max_train_examples", "128", "--max_eval_examples", "16", "--num_devices", "1"]
+    parsed = parse_args(["--config", str(path), "--checkpoint_dir", str(tmp_path), "--quiet", *short])
+    assert train(parsed.config, parsed.typed)["step"] == 2

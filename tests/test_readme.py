@@ -14,7 +14,9 @@ from cssm.report import Reporter
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-COMMANDS = [line.split("#")[0].split("main.py", 1)[1] for line in README.splitlines() if line.startswith("python main.py")]
+COMMANDS = [
+    line.split("#")[0].split("main.py", 1)[1] for line in README.splitlines() if line.startswith("python main.py")
+]
 SHORT = ["--max_steps", "2", "--max_train_examples", "64", "--max_eval_examples", "16"]
 
 
@@ -70,7 +72,9 @@ def test_the_sample_output_has_the_form_of_real_output(capsys):
     assert len(sample) >= 3 and set(sample) <= printed | {form("val step 468 loss 0.1 accuracy 0.1 of 270")}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md" and programs(page)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "README.md" and programs(page)], ids=lambda p: p.name
+)
 def test_programs_in_the_docs_run(page):
     for program in programs(page):
         exec(compile(program, page.name, "exec"), {"__name__": "docs"})
@@ -79,7 +83,10 @@ def test_programs_in_the_docs_run(page):
 @pytest.mark.slow
 def test_the_program_in_the_readme_runs(tmp_path):
     (program,) = programs(ROOT / "README.md")
-    program = program.replace("max_steps=100", f"max_steps=2, checkpoint_dir={str(tmp_path)!r}") + "\nassert summary['step'] == 2"
+    program = (
+        program.replace("max_steps=100", f"max_steps=2, checkpoint_dir={str(tmp_path)!r}")
+        + "\nassert summary['step'] == 2"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
 
 

@@ -149,7 +149,7 @@ def test_evaluation_counts_each_example_once_on_any_number_of_devices():
         params, sums = par.replicate(variables["params"], devices), par.replicate(Sums.zeros(), devices)
         size = 16 if 16 % num_devices == 0 else 8 * num_devices
         for batch in eval_batches(ArraySource(images, labels, 10), size):
-            sums = eval_fn(params, {}, sums, par.shard_batch(batch, devices))
+            sums = eval_fn(params, {}, sums, par.shard_batch(par.pad_and_mask(batch, size), devices))
         sums = par.unreplicate(sums)
         assert (int(sums.count), int(sums.correct)) == (103, int((np.argmax(logits, -1) == labels).sum()))
         losses.append(float(sums.loss))

@@ -113,10 +113,10 @@ def eval_batches(
     workers: int = 1,
     prefetch: int = 2,
 ) -> Iterator[Batch]:
-    """Every example once, in order: {image: uint8 [b, H, W, C], label: int32 [b], mask: float32 [b]}.
+    """Every example once, in order: {image: uint8 [b, H, W, C], label: int32 [b]}.
 
-    b and threads are as in `train_batches`. Where the examples run out the rows are zeros with mask 0, so
-    every batch has one shape, every process sees as many batches, and the masks add up to len(source).
+    b and threads are as in `train_batches`, except that b is smaller, even 0, where the examples run out: every
+    process sees as many batches. `parallel.devices.pad_and_mask` gives them all one shape.
     """
     rows = _rows_of(batch, process_index, process_count)
     n = len(source)
@@ -124,12 +124,7 @@ def eval_batches(
     def load(start: int) -> Batch:
         indices = np.arange(start, start + batch)[rows]
         images, labels = source.gather(indices[indices < n])
-        missing = len(indices) - len(labels)
-        return {
-            "image": np.pad(images, ((0, missing), (0, 0), (0, 0), (0, 0))),
-            "label": np.pad(labels, (0, missing)),
-            "mask": (indices < n).astype(np.float32),
-        }
+        return {"image": images, "label": labels}
 
     return _ahead(load, range(0, n, batch), workers, prefetch)
 
