@@ -61,15 +61,15 @@ def test_the_table_of_exit_codes_is_that_of_the_program():
 def test_the_sample_output_has_the_form_of_real_output(capsys):
     """Digits aside, its lines of steps, evaluations and summary are those that a reporter prints."""
     with Reporter(None) as report:
-        with report.progress(468, 466):
-            report.update(467, loss=0.1, accuracy=0.1, images_per_s=100.0)
-            report.update(468, loss=0.1, accuracy=0.1, images_per_s=100.0)
+        with report.progress(468, 465):
+            for step in (466, 467, 468):
+                report.update(step, loss=0.1, accuracy=0.1, images_per_s=100.0)
             report.event("eval", split="val", step=468, loss=0.1, accuracy=0.1, count=270, best=True)
         report.event("eval", split="test", step=468, loss=0.1, accuracy=0.1, count=269)
     form = lambda line: re.sub(r"[\d,.:]+", "0", line).strip()
     printed = {form(line) for line in capsys.readouterr().out.splitlines()}
     sample = [form(line) for line in README.splitlines() if re.match(r"\s+(step|val|test) +(step )?[\d/]+ ", line)]
-    assert len(sample) >= 3 and set(sample) <= printed | {form("val step 468 loss 0.1 accuracy 0.1 of 270")}
+    assert len(sample) >= 3 and set(sample) <= printed
 
 
 @pytest.mark.parametrize(
