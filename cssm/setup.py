@@ -50,7 +50,10 @@ class Setup:
 def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
     """Load the data and build the model. UserError or DeviceError where the configuration does not fit them."""
     config = run.config
-    for note in (*run.notes, *warnings_for(config)):
+    notes = [*run.notes, *warnings_for(config)]
+    if unused := len(par.select_devices(config.platform)) - len(devices):
+        notes.append(f"{unused} visible {'devices are' if unused > 1 else 'device is'} left unused, as asked")
+    for note in notes:
         report.line(f"note: {note}")
     sizes = (config.batch_size, config.global_batch_size, config.grad_accum)
     batching = par.resolve_batch(len(devices), *sizes, default_batch_size=config.batch_size or 1)

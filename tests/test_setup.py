@@ -55,6 +55,13 @@ def test_warm_up_is_in_steps_or_epochs_or_a_twentieth(warmup, steps, tmp_path):
     np.testing.assert_allclose(rates, want, rtol=1e-6)
 
 
+def test_devices_left_unused_are_told(tmp_path, capsys):
+    made(tmp_path, max_steps=1, devices=4)
+    assert f"note: {len(jax.devices()) - 4} visible devices are left unused" in capsys.readouterr().out
+    made(tmp_path, max_steps=1, devices=8)
+    assert "unused" not in capsys.readouterr().out
+
+
 def test_the_facts_add_up(tmp_path):
     setup = made(tmp_path, epochs=2, batch_size=2, global_batch_size=8)
     state = jax.jit(setup.initial_state)()
