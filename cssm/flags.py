@@ -68,9 +68,13 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word}: settings are typed as --name value")
         if flag in _SHOW:
+            if equals:
+                raise UserError(f"{flag} takes no value, but {value} was given: type {flag} alone")
             return Command(verb, typed, config_path, _SHOW[flag])
         if flag in _CONFIG:
             config_path = value if equals else _value(flag, words, knobs)
+            if not config_path:
+                raise UserError(f"{flag} needs a value: type {flag} FILE")
             continue
         name = flag[2:].replace("-", "_") if flag.startswith("--") else flag
         knob, fixed = _find(name, knobs, flag, "flag")
@@ -115,7 +119,8 @@ def _find(name: str, knobs: Knobs, label: str, kind: str) -> tuple[Knob, Any]:
     if name in REFUSED:
         raise UserError(f"{label} is not accepted: {REFUSED[name]}")
     dashes = "--" if kind == "flag" else ""
-    near = did_you_mean(name, _names(knobs), dashes) or ", --help lists them all"
+    others = ("help", "version", "config") if kind == "flag" else ()
+    near = did_you_mean(name.lstrip("-"), [*_names(knobs), *others], dashes) or ", --help lists them all"
     raise UserError(f"unknown {kind} {label}{near}" if kind == "flag" else f"{label}: unknown {kind}{near}")
 
 

@@ -115,6 +115,9 @@ def test_names_that_are_refused_say_what_to_do(argv, instead):
         (["fly"], "unknown verb fly: type train or devices"),
         (["--lr", "1", "train"], "unexpected argument train: settings are typed as --name value"),
         (["-f"], "-f needs a value: type -f VALUE"),
+        (["--config="], "--config needs a value: type --config FILE"),
+        (["--help=1"], "--help takes no value, but 1 was given: type --help alone"),
+        (["--confg", "x.yaml"], "unknown flag --confg, did you mean --config?"),
         (["--config", "--lr", "1"], "--config needs a value: type --config VALUE"),
     ],
 )
