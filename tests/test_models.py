@@ -67,6 +67,11 @@ def test_rematerialised_blocks_have_the_same_parameters_gradients_and_names():
         return jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, IMAGES, train=True) ** 2)))(variables("vit hgru_bi"))
 
     plain, remat = gradients(None), gradients(nn.remat)
+    traces = [
+        str(jax.make_jaxpr(lambda v, w=wrap: models.build(config, 10, w).apply(v, IMAGES))(variables("vit hgru_bi")))
+        for wrap in (None, nn.remat)
+    ]
+    assert traces[1].count("prevent_cse") == traces[0].count("prevent_cse") + config.depth
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), plain, remat)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -53,6 +54,11 @@ def test_warm_up_is_in_steps_or_epochs_or_a_twentieth(warmup, steps, tmp_path):
     rates = [float(setup.schedule(step)) for step in range(15)]
     want = [0.5 * min(1.0, step / max(steps, 1)) for step in range(1, 16)]
     np.testing.assert_allclose(rates, want, rtol=1e-6)
+
+
+def test_remat_wraps_the_blocks(tmp_path):
+    assert made(tmp_path, arch="vit", remat=True, max_steps=1).model.wrap_block is nn.remat
+    assert made(tmp_path, arch="vit", max_steps=1).model.wrap_block is None
 
 
 def test_devices_left_unused_are_told(tmp_path, capsys):

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax
 import jax
 import numpy as np
 import pytest
 
-from cssm import train
+from cssm import data, models, train
 from cssm.checkpoint import Checkpoints
 from cssm.checkpoint.step_folder import read_arrays, read_record
 from cssm.config import Config, UserError, parse_args
 from cssm.report import read_events
 from cssm.signals import Stopped
+from cssm.step import cross_entropy, normalise
 from parallel.devices import DeviceError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +91,30 @@ def test_a_run_leaves_what_it_promises(whole):
     assert 0 < summary["goodput"] < 1 and summary["compile_s"] > 0
     assert (run / "plots" / "loss.png").stat().st_size > 1000
     assert "embed_dim: 4" in (run / "config.yaml").read_text()
+
+
+def test_evaluation_uses_the_averaged_parameters(whole):
+    """The logged loss is that of the saved average on the whole split, and not that of the parameters themselves."""
+    run, _ = whole
+    config, saved = Config(**TINY), arrays(run, 6)
+    images, labels = data.load(config, "val").gather(np.arange(21))
+    model = models.build(config, 10)
+
+    def tree(prefix):
+        paths = {tuple(name.split("/")[1:]): leaf for name, leaf in saved.items() if name.split("/")[0] == prefix}
+        return flax.traverse_util.unflatten_dict(paths)
+
+    def loss(params):
+        variables = {"params": params, "batch_stats": tree("batch_stats")}
+        return float(cross_entropy(jax.jit(model.apply)(variables, normalise(images)), labels, 0.0).mean())
+
+    (logged,) = [
+        e["loss"]
+        for e in read_events(run / "metrics.jsonl")
+        if e["event"] == "eval" and e["split"] == "val" and e["step"] == 6
+    ]
+    np.testing.assert_allclose(loss(tree("ema_params")), logged, rtol=1e-5)
+    assert abs(loss(tree("params")) - logged) > 1e-4
 
 
 def test_the_saved_configuration_reproduces_the_run(whole, tmp_path):
