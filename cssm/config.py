@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cssm import __version__, flags, recipes, rules
 from cssm.flags import write_yaml
@@ -45,7 +45,9 @@ _BLOCKS = {"arch": ("vit", "baseline")}
 _model = partial(knob, group="model", resume="fixed")
 _data = partial(knob, group="data", resume="fixed")
 _optim = partial(knob, group="optimisation")
-_parallel = partial(knob, group="parallel", resume="fresh")
+_parallel = partial(knob, group="parallel", resume="fresh", verbs=VERBS)
+# Where this process stands in a job: never part of what describes a run.
+_process = partial(_parallel, saved=False)
 _precision = partial(knob, group="precision and memory")
 _checkpoint = partial(knob, group="checkpoints")
 _report = partial(knob, group="reporting")
@@ -117,6 +119,10 @@ class Config:
     max_steps: int | None = _optim(None, "optimizer steps; given with epochs, whichever ends first",
         bounds="[1,)", unset="by epochs")
     lr: float | None = _optim(None, "peak learning rate", bounds="(0,)", aliases=("learning_rate",))
+    lr_scale: str = _optim("none", "multiply lr by effective batch / base_batch_size, or its square root",
+        choices=("none", "linear", "sqrt"))
+    base_batch_size: int | None = _optim(None, "effective batch for which lr is meant", bounds="[1,)",
+        applies={"lr_scale": ("linear", "sqrt")}, unset="the recipe's batch_size")
     warmup_steps: int | None = _optim(None, "steps until the learning rate is full", bounds="[0,)",
         unset="5% of the run")
     warmup_epochs: float | None = _optim(None, "the same in epochs", bounds="[0,)", unset="see warmup_steps")
@@ -141,8 +147,27 @@ class Config:
     num_devices: int | None = _parallel(None, "use the first so many devices", bounds="[1,)", unset="all")
     platform: str = _parallel("auto", "kind of device", choices=("auto", "cpu", "gpu", "tpu"),
         aliases=("target_device",))
-    multi_gpu: str = _parallel("auto", "auto and dp use all devices, off the first",
-        choices=("auto", "dp", "off"))
+    multi_gpu: str = _parallel("auto", "auto and dp use all devices in one process, ddp has a process for each, "
+        "off uses the first", choices=("auto", "dp", "ddp", "off"))
+    sync_backend: str = _parallel("auto", "how gradients are averaged: auto and nccl by the devices, cpu on the "
+        "host, where collectives do not work", choices=("auto", "nccl", "cpu"))
+    shard: str = _parallel("none", "what is split over the devices instead of copied: the state of the optimizer, "
+        "or parameters too", choices=("none", "optimizer", "params"))
+    sync_bn: bool = _parallel(False, "normalise with the statistics of all devices", resume="kept",
+        applies={"norm_type": ("batch",)})
+    nproc_per_node: str | None = _parallel(None, "start so many processes here, or auto: one per device",
+        unset="one process")
+    coordinator_address: str | None = _process(None, "host of process 0, in a job of several processes",
+        aliases=("master_addr",), unset="by torchrun, SLURM, Open MPI or TPU variables")
+    coordinator_port: int | None = _process(None, "port at which process 0 listens", bounds="[1,65535]",
+        aliases=("master_port",), unset="likewise, or a free one")
+    num_processes: int | None = _process(None, "processes in the job", bounds="[1,)", unset="likewise, or 1")
+    process_id: int | None = _process(None, "which of them this is, from 0", bounds="[0,)", unset="likewise")
+    heartbeat_timeout: int = _parallel(60, "seconds after which a process that does not answer ends the job",
+        bounds="[1,)")
+    self_test_timeout: float = _parallel(120.0, "seconds that the test of the collectives at the start may take, "
+        "0 for no test", bounds="[0,)")
+    parity: bool = _parallel(False, "train 3 steps on one device and on all, and compare", verbs=("devices",))
 
     dtype: str = _precision("f32", "type of activations; parameters stay f32", choices=("f32", "bf16"))
     remat: bool = _precision(False, "recompute activations in the backward pass, to save memory",
@@ -153,9 +178,9 @@ class Config:
         applies=_CELL)
     compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
-        resume="fresh", unset="left to JAX")
+        resume="fresh", verbs=VERBS, unset="left to JAX")
     xla_flags: str | None = _precision(None, "flags for XLA, added to those in XLA_FLAGS", resume="fresh",
-        unset="none")
+        verbs=VERBS, unset="none")
 
     checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
         resume="fresh")
@@ -168,11 +193,16 @@ class Config:
 
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
-    quiet: bool = _report(False, "print results only", resume="fresh")
-    headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh")
+    quiet: bool = _report(False, "print results only", resume="fresh", verbs=VERBS)
+    headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
-    debug: bool = _report(False, "show the traceback of errors", resume="fresh")
+    debug: bool = _report(False, "show the traceback of errors", resume="fresh", verbs=VERBS)
     # fmt: on
+
+    @classmethod
+    def from_preset(cls, preset: str, **settings: Any) -> Self:
+        """The sizes of a preset, in the trunk vit unless `settings` name another; UserError as for Config."""
+        return cls(**{"arch": "vit", **settings, "preset": preset})
 
     def __post_init__(self) -> None:
         """Check and convert every value, fill in the recipe, then check the values against each other."""
@@ -186,9 +216,6 @@ class Config:
 
 KNOBS: dict[str, Knob] = knobs_of(Config)
 
-# What the verb devices takes.
-_DEVICES = {name for name, setting in KNOBS.items() if setting.group == "parallel"}
-_DEVICES |= {"mem_fraction", "xla_flags", "headless", "quiet", "debug"}
 # Settings that say the same thing in two ways: one typed replaces both of the config file's.
 _EITHER = ({"epochs", "max_steps"}, {"warmup_steps", "warmup_epochs"})
 
@@ -219,8 +246,9 @@ def resolve(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> Config:
 
 
 def applicable(config: Config) -> dict[str, Any]:
-    """The settings that apply, None included. Written to a file and fed back they give the same Config."""
-    return {name: getattr(config, name) for name, setting in KNOBS.items() if setting.unmet(config) is None}
+    """The settings of a run that apply, None included. Written to a file and fed back they give the same run."""
+    kept = {name: knob for name, knob in KNOBS.items() if knob.saved and "train" in knob.verbs}
+    return {name: getattr(config, name) for name, knob in kept.items() if knob.unmet(config) is None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +272,9 @@ def parse_args(argv: Sequence[str]) -> Parsed:
         raise SystemExit(0)
     from_file = read_yaml(command.config_path) if command.config_path else {}
     given = _settle(command.typed, from_file)
-    if command.verb == "devices" and (stray := given.keys() - _DEVICES):
-        raise UserError(f"--{min(stray)} does not apply to the verb devices: leave it out")
+    if stray := [name for name in given if command.verb not in KNOBS[name].verbs]:
+        verbs = " or ".join(KNOBS[stray[0]].verbs)
+        raise UserError(f"--{stray[0]} does not apply to the verb {command.verb}: it is for {verbs}, leave it out")
     fresh = {name: value for name, value in given.items() if KNOBS[name].resume == "fresh"}
     return Parsed(command.verb, Config(**(fresh if "resume" in given else given)), given)
 

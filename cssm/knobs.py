@@ -30,6 +30,7 @@ class Knob:
     applies: other knobs and the values under which this one has a meaning; all must hold.
     bounds: an interval such as "[0,1)"; an open end is left out, "[1,)".
     unset: what None stands for, in words.
+    verbs: the verbs that take it. saved: whether it describes a run, and is kept with one.
     resume: what becomes of it when a run goes on. "fixed": must not change; "kept": the saved value unless
     typed anew; "fresh": belongs to the invocation, and is never taken from the saved run.
     """
@@ -47,6 +48,8 @@ class Knob:
     multiple_of: int = 1
     unset: str = "by recipe"
     resume: str = "kept"
+    verbs: tuple[str, ...] = ("train",)
+    saved: bool = True
 
     def coerce(self, value: Any, label: str) -> Any:
         """The value in this knob's type. A UserError opens with the label and the value as given."""

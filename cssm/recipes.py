@@ -80,6 +80,7 @@ def recipe(config: "Config") -> Row:
         "num_workers": min(8, os.cpu_count() or 1),
         "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
     }
+    values["base_batch_size"] = values["batch_size"]
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()
     given |= {"batch_size"} if config.global_batch_size else set()
     return {name: value for name, value in values.items() if name not in given}

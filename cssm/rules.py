@@ -34,8 +34,36 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
         raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
     if config.xla_flags and not all(flag.startswith("--") for flag in config.xla_flags.split()):
         raise UserError(f"--xla_flags {config.xla_flags}: each of them must begin with two dashes")
+    _check_parallel(config)
     _check_heads(config.num_heads, config.embed_dim or 1)
     _check_image(config)
+
+
+def _check_parallel(config: "Config") -> None:
+    nproc, processes = config.nproc_per_node, config.num_processes or 1
+    if nproc not in (None, "auto") and not (nproc.isdecimal() and int(nproc)):
+        raise UserError(f"--nproc_per_node {nproc}: must be a number of processes, at least 1, or auto")
+    by_hand = {"num_processes": config.num_processes, "process_id": config.process_id}
+    by_hand["coordinator_address"] = config.coordinator_address
+    given = [f"--{name} {value}" for name, value in by_hand.items() if value is not None]
+    if given and (nproc or config.multi_gpu == "ddp"):
+        starts = "--nproc_per_node" if nproc else "--multi_gpu ddp"
+        raise UserError(
+            f"{starts} starts all processes by itself, {given[0]} is for those started by hand: leave one out"
+        )
+    if given and len(given) < len(by_hand):
+        missing = " and ".join(f"--{name}" for name, value in by_hand.items() if value is None)
+        raise UserError(f"{given[0]} tells of a job of several processes: type {missing} too")
+    if (config.process_id or 0) >= processes:
+        raise UserError(f"--process_id {config.process_id}: {processes} processes count from 0 to {processes - 1}")
+    several = nproc not in (None, "1") or config.multi_gpu == "ddp" or processes > 1
+    if config.multi_gpu == "off" and several:
+        raise UserError("--multi_gpu off uses one device in one process: leave it out, or the flags for several")
+    if config.sync_backend == "cpu":
+        stray = {"shard": config.shard != "none", "sync_bn": config.sync_bn, "nproc_per_node": several}
+        for name in (name for name, wanted in stray.items() if wanted):
+            what = "works in one process" if name == "nproc_per_node" else "does without collectives"
+            raise UserError(f"--sync_backend cpu {what}, --{name} does not: leave one of the two out")
 
 
 def _check_heads(heads: int | None, width: int) -> None:

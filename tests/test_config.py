@@ -115,7 +115,8 @@ def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
 def random_settings(draw: random.Random) -> dict:
     """Settings of which each is in range; whether they go together is another matter."""
     numbers = {int: [1, 2, 3, 8, 16, 32], float: [0.5, 1e-7, 0.25]}
-    names = draw.sample(sorted(KNOBS), draw.randrange(1, 12))
+    kept = sorted(name for name, knob in KNOBS.items() if knob.saved and "train" in knob.verbs)
+    names = draw.sample(kept, draw.randrange(1, 12))
     values = {"gpus": ["0,1", "3"], "xla_flags": ["--a=1 --b=2"], "max_checkpoints": [2, 5], "seed": [7]}
     values |= {"arch": ARCHS}
     settings = {"arch": draw.choice(ARCHS)}
@@ -224,7 +225,21 @@ def test_resuming_leaves_the_model_to_the_saved_run():
 
 def test_the_devices_verb_takes_what_concerns_devices(tmp_path):
     assert parse_args(["devices", "--platform", "cpu", "--headless"]).verb == "devices"
-    assert refusal(parse_args, ["devices", "--lr", "1"]) == "--lr does not apply to the verb devices: leave it out"
+    assert "--lr does not apply to the verb devices: it is for train" in refusal(parse_args, ["devices", "--lr", "1"])
+    assert "--parity does not apply to the verb train" in refusal(parse_args, ["--parity"])
+    assert parse_args(["devices", "--parity"]).config.parity
     path = tmp_path / "run.yaml"
     path.write_text("epochs: 3\n")
     assert "--epochs does not apply" in refusal(parse_args, ["devices", "-f", str(path)])
+
+
+def test_where_a_process_stands_in_a_job_is_not_saved():
+    job = {"coordinator_address": "host", "coordinator_port": 1234, "num_processes": 2, "process_id": 1}
+    assert not applicable(Config(**job)).keys() & {*job, "parity"}
+
+
+def test_a_preset_by_name():
+    config = Config.from_preset("tiny", batch_size=32)
+    assert (config.arch, config.embed_dim, config.depth, config.batch_size) == ("vit", 192, 12, 32)
+    assert Config.from_preset("small", arch="baseline").num_heads == 6
+    assert "--preset huge: must be one of" in refusal(Config.from_preset, "huge")

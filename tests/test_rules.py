@@ -55,6 +55,22 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name):
         ({"gpus": "0,,1"}, "--gpus 0,,1: must be device indices"),
         ({"gpus": "-1"}, "--gpus -1: must be device indices"),
         ({"xla_flags": "--xla_a=1 b"}, "--xla_flags --xla_a=1 b: each of them must begin with two dashes"),
+        ({"nproc_per_node": "x"}, "--nproc_per_node x: must be a number of processes, at least 1, or auto"),
+        ({"nproc_per_node": "0"}, "--nproc_per_node 0: must be a number"),
+        ({"num_processes": 2}, "--num_processes 2 tells of a job of several processes: type --process_id and"),
+        (
+            {"nproc_per_node": "2", "process_id": 0},
+            "--nproc_per_node starts all processes by itself, --process_id 0 is for those started by hand",
+        ),
+        ({"multi_gpu": "ddp", "coordinator_address": "a"}, "--multi_gpu ddp starts all processes by itself"),
+        (
+            {"coordinator_address": "a", "num_processes": 2, "process_id": 2},
+            "--process_id 2: 2 processes count from 0 to 1",
+        ),
+        ({"multi_gpu": "off", "nproc_per_node": "2"}, "--multi_gpu off uses one device in one process"),
+        ({"sync_backend": "cpu", "shard": "optimizer"}, "--sync_backend cpu does without collectives, --shard"),
+        ({"sync_backend": "cpu", "sync_bn": True, "norm_type": "batch"}, "does without collectives, --sync_bn"),
+        ({"sync_backend": "cpu", "nproc_per_node": "2"}, "--sync_backend cpu works in one process"),
         ({"image_size": 1}, "--image_size 1 is smaller than the stride of the stem, 2 (--stem_layers)"),
         ({"stem_layers": 5}, "--image_size 16 is smaller than the stride of the stem, 32 (--stem_layers)"),
         (
