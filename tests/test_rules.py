@@ -69,7 +69,10 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name):
         ),
         ({"multi_gpu": "off", "nproc_per_node": "2"}, "--multi_gpu off uses one device in one process"),
         ({"sync_backend": "cpu", "shard": "optimizer"}, "--sync_backend cpu does without collectives, --shard"),
-        ({"sync_backend": "cpu", "sync_bn": True, "norm_type": "batch"}, "does without collectives, --sync_bn"),
+        (
+            {"sync_backend": "cpu", "sync_bn": True, "norm_type": "batch"},
+            "--sync_backend cpu does without collectives, --sync_bn",
+        ),
         ({"sync_backend": "cpu", "nproc_per_node": "2"}, "--sync_backend cpu works in one process"),
         ({"image_size": 1}, "--image_size 1 is smaller than the stride of the stem, 2 (--stem_layers)"),
         ({"stem_layers": 5}, "--image_size 16 is smaller than the stride of the stem, 32 (--stem_layers)"),
