@@ -1,8 +1,10 @@
-"""Values that fit together: what a setting left unset becomes, by architecture, preset and data set.
+"""Values that fit together: what a setting left unset becomes, by architecture, preset and data set; and how the
+learning rate follows the batch.
 
 A row may hold settings that do not apply to every architecture that uses it; those are left out.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,3 +86,36 @@ def recipe(config: "Config") -> Row:
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()
     given |= {"batch_size"} if config.global_batch_size else set()
     return {name: value for name, value in values.items() if name not in given}
+
+
+def scaled_lr(config: "Config", effective_batch: int) -> tuple[float, str | None]:
+    """The peak learning rate of a run whose steps take `effective_batch` images, and what is to be said about it.
+
+    With --lr_scale it is lr x ratio or lr x sqrt(ratio), ratio = effective_batch / base_batch_size; otherwise lr, with
+    a hint where that is the recipe's own and the batch is larger than the recipe's. None: nothing to say.
+    """
+    lr, values = config.lr, recipe(config)
+    assert lr is not None, "a complete configuration has one"
+    if config.lr_scale == "none":
+        base = values["base_batch_size"]
+        if effective_batch <= base or lr != values["lr"]:
+            return lr, None
+        linear, root = lr * effective_batch / base, lr * math.sqrt(effective_batch / base)
+        return lr, (
+            f"the learning rate {lr:.3g} is meant for an effective batch of {base}, here a step takes "
+            f"{effective_batch}: --lr_scale linear makes it {linear:.3g}, --lr_scale sqrt {root:.3g}"
+        )
+    base = config.base_batch_size
+    assert base is not None, "a complete configuration has one where it applies"
+    ratio = effective_batch / base
+    factor = ratio if config.lr_scale == "linear" else math.sqrt(ratio)
+    if factor == 1:
+        return lr, None
+    note = (
+        f"--lr_scale {config.lr_scale}: the learning rate is {lr * factor:.3g}, {lr:.3g} x {factor:.3g}, "
+        f"as a step takes {effective_batch} images instead of {base}"
+    )
+    if factor > 1 and 0 in (config.warmup_steps, config.warmup_epochs):
+        given = "warmup_steps" if config.warmup_steps == 0 else "warmup_epochs"
+        note += f"; without a warm-up such a rate often diverges: leave --{given} 0 out, or type --warmup_epochs 2"
+    return lr * factor, note
