@@ -1,6 +1,8 @@
 """Arrays made once: kept whole or not at all, made again where damaged, by workers that need no jax."""
 
 import errno
+import fcntl
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +17,30 @@ from cssm.data import records
 from cssm.data.pathfinder import generate, spec
 from cssm.data.records import ArraySource, cached_arrays
 
+ROOT = Path(__file__).resolve().parents[1]
 SHAPE = (4, 3, 1)
+# Makes 20 examples, in a folder, once `go` exists; every call of the maker leaves a line in `calls`.
+MAKER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from cssm.data.records import cached_arrays
+
+folder, calls, go = map(Path, sys.argv[1:])
+
+
+def make(indices):
+    with calls.open("a") as file:
+        print(len(indices), file=file)
+    print("making", file=sys.stderr, flush=True)
+    while not go.exists():
+        time.sleep(0.01)
+    return np.full((len(indices), 4, 3, 1), 7, np.uint8), np.zeros(len(indices), np.int32)
+
+
+images, labels = cached_arrays(folder, make, 20, (4, 3, 1))
+assert len(images) == len(labels) == 20 and (images == 7).all()
+"""
 
 
 def _make(calls: list[int] | None, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +111,34 @@ def test_a_damaged_cache_is_made_again_and_said(tmp_path, capsys, damage):
     assert _files(tmp_path) == ["cache", "cache/images.npy", "cache/index.json", "cache/labels.npy"]
 
 
-def test_two_that_make_at_once_end_with_one_intact_copy(tmp_path):
+@pytest.mark.parametrize("first_is_killed", [False, True], ids=["finishes", "is killed"])
+def test_of_two_processes_one_makes_and_the_other_waits_until_it(tmp_path, first_is_killed):
+    folder, calls, go = tmp_path / "cache", tmp_path / "calls", tmp_path / "go"
+    command = [sys.executable, "-c", MAKER, str(folder), str(calls), str(go)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
+        assert first.stderr.readline() == "making\n"
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as second:
+            said = second.stderr.readline()
+            assert f"waiting for process {first.pid} of" in said and str(folder) in said
+            if first_is_killed:
+                first.kill()
+                assert second.stderr.readline() == "making\n"
+            go.touch()
+            assert second.wait(60) == 0
+        assert (first.wait(60) == 0) != first_is_killed
+    assert calls.read_text().split() == ["20"] * (1 + first_is_killed)
+    left = [name for name in _files(tmp_path) if ".building" not in name]  # what the killed one had begun stays
+    assert left == ["cache", "cache/images.npy", "cache/index.json", "cache/labels.npy", "calls", "go"]
+
+
+@pytest.mark.parametrize("lack", ["of the file system", "of Python"])
+def test_without_locks_two_that_make_at_once_end_with_one_intact_copy(tmp_path, monkeypatch, capsys, lack):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if lack == "of Python":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     folder, barrier = tmp_path / "cache", Barrier(2, timeout=60)
 
     def make(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +149,32 @@ def test_two_that_make_at_once_end_with_one_intact_copy(tmp_path):
         jobs = [pool.submit(cached_arrays, folder, make, 200, SHAPE) for _ in range(2)]
         for job in jobs:
             np.testing.assert_array_equal(job.result()[0], _make(None, np.arange(200))[0])
+    said = f"{tmp_path} cannot be locked: of processes that need the same images each generates them"
+    assert capsys.readouterr().err.splitlines() == [said] * 2
     assert _files(tmp_path) == ["cache", "cache/images.npy", "cache/index.json", "cache/labels.npy"]
+
+
+def test_a_lock_on_a_file_that_its_owner_has_removed_does_not_count(tmp_path, monkeypatch):
+    locked = []
+
+    def lock(file: object, path: Path) -> bool:
+        locked.append(path)
+        if len(locked) == 1:
+            path.unlink()
+        return True
+
+    monkeypatch.setattr(records, "_lock", lock)
+    cached_arrays(tmp_path / "cache", partial(_make, None), 20, SHAPE)
+    assert len(locked) == 2
+
+
+def test_another_failure_to_lock_is_not_taken_for_that(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        cached_arrays(tmp_path / "cache", partial(_make, None), 20, SHAPE)
 
 
 def test_workers_make_the_same_without_jax(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 import multiprocessing
+import os
+import platform
 import shutil
 import signal
 import sys
@@ -11,14 +13,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 
 from cssm.config import UserError
 
 CHUNK = 1000  # examples that a worker makes at a time
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 Maker = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -51,14 +55,21 @@ def cached_arrays(
 
     `folder` names everything that decides them. If it holds them, intact by their SHA-256, nothing is made.
     Otherwise `make(indices)` (picklable) runs in num_workers new processes (0: in this one), `progress(done,
-    total)` is called as chunks arrive, and the files are written elsewhere and moved into place whole: of two
-    processes that make them at once, the slower uses what the faster left. Raises UserError, exit code 6,
-    where the disk is full or not writable.
+    total)` is called as chunks arrive, and the files are written elsewhere and moved into place whole. Of
+    processes that need them at once, one makes them and the others wait for it; where the file system has no
+    locks each makes them, and the slower uses what the faster left. Raises UserError, exit code 6, where the
+    disk is full or not writable.
     """
     found = _load(folder, n, image_shape)
     if found is None:
         try:
-            _make(folder, make, n, image_shape, num_workers, progress)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _only_one(folder):
+                if (found := _load(folder, n, image_shape)) is not None:
+                    return found
+                if folder.exists():
+                    print(f"{folder} is damaged; its images are made again", file=sys.stderr, flush=True)
+                _make(folder, make, n, image_shape, num_workers, progress)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 why = "the disk is full"
@@ -76,6 +87,61 @@ def cached_arrays(
     return found
 
 
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Let one process at a time through, by a lock on a file beside the folder, which the system lifts when its
+    owner dies. Where there are no locks all pass, after a sentence on stderr. OSError where the file cannot be made.
+    """
+    path = folder.with_name(f"{folder.name}.lock")
+    while True:
+        # No worker inherits the descriptor, so none keeps the lock after its parent.
+        with path.open("a+", encoding="utf-8") as file:
+            locked = _lock(file, path)
+            if locked and not _is_at(file, path):
+                continue  # who had it has removed it: there may be a new one
+            if locked:
+                file.truncate(0)
+                file.write(f"process {os.getpid()} of {platform.node()}")
+                file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _lock(file: TextIO, path: Path) -> bool:
+    """Wait for the lock, naming who has it. False where the file system, or Python, has no locks."""
+    try:
+        import fcntl  # not on Windows
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read() or "another process"
+            print(f"waiting for {owner}, which generates {path.with_suffix('')}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except (ModuleNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+            raise
+        print(
+            f"{path.parent} cannot be locked: of processes that need the same images each generates them",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+    return True
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether the open file is the one that the path names."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _make(
     folder: Path,
     make: Maker,
@@ -84,7 +150,6 @@ def _make(
     num_workers: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".building", dir=folder.parent))
     try:
         labels = np.zeros(n, np.int32)
@@ -142,10 +207,7 @@ def _move(building: Path, folder: Path) -> None:
 
 def _load(folder: Path, n: int, image_shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray] | None:
     """What a folder holds, or None where there is no folder or not what was written."""
-    if not folder.exists():
-        return None
     if not _intact(folder):
-        print(f"{folder} is damaged; its images are made again", file=sys.stderr, flush=True)
         return None
     images, labels = np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy")
     return (images, labels) if images.shape == (n, *image_shape) and labels.shape == (n,) else None
