@@ -1,6 +1,7 @@
 """What a run is made of, put together from its configuration before the first step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.step import TrainState, init_state, make_optimizer, make_schedule
 from parallel import devices as par
+from parallel.sharded import ShardedParams, gather, make_strategy
 from parallel.sync import Replicated
 
 WARMUP_SHARE = 0.05
@@ -24,13 +26,17 @@ WARMUP_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Setup:
-    """Nothing here changes from step to step."""
+    """Nothing here changes from step to step. devices: of all processes.
+
+    model: the plain one; step_model: the same with its blocks wrapped as the steps need it.
+    """
 
     run: Run
     devices: list[jax.Device]
     batching: par.Batching
     sources: dict[str, Source]
     model: nn.Module
+    step_model: nn.Module
     tx: optax.GradientTransformation
     schedule: optax.Schedule
     strategy: Replicated
@@ -42,9 +48,10 @@ class Setup:
         """The run's configuration."""
         return self.run.config
 
-    def initial_state(self) -> TrainState:
-        """A fresh state; jit it, or take its shapes with jax.eval_shape."""
-        return init_state(self.model, self.tx, self.strategy, self.config, self.sources["train"].image_shape)
+    def initial_state(self, index: int | jax.Array) -> TrainState:
+        """What device `index` holds of a fresh state; for `spmd`, or for its layout with jax.eval_shape."""
+        image_shape = self.sources["train"].image_shape
+        return init_state(self.model, self.tx, self.strategy, self.config, image_shape, index)
 
 
 def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
@@ -62,22 +69,25 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)
     schedule = make_schedule(config, total_steps, _warmup_steps(config, epoch_steps, total_steps))
+    strategy = make_strategy(config.shard, config.sync_backend, devices, config.grad_clip)
+    num_classes, bn_axis = sources["train"].num_classes, par.AXIS if config.sync_bn else None
     return Setup(
         run=run,
         devices=devices,
         batching=batching,
         sources=sources,
-        model=models.build(config, sources["train"].num_classes, nn.remat if config.remat else None),
+        model=models.build(config, num_classes, bn_axis=bn_axis),
+        step_model=models.build(config, num_classes, _wrapper(config, strategy), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
         schedule=schedule,
-        strategy=Replicated(),
+        strategy=strategy,
         epoch_steps=epoch_steps,
         total_steps=total_steps,
     )
 
 
 def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
-    """The facts of a run, for its banner and its `config` event. shapes: of the state."""
+    """The facts of a run, for its banner and its `config` event. shapes: of the whole state."""
     config, batching = setup.config, setup.batching
     image_shape = setup.sources["train"].image_shape
     variables = {"params": shapes.params, "batch_stats": shapes.batch_stats}
@@ -92,6 +102,9 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         "batch_size": batching.batch_size,
         "grad_accum": batching.grad_accum,
         "effective_batch": batching.effective,
+        "processes": jax.process_count(),
+        "sync_backend": config.sync_backend,
+        "shard": config.shard,
         "num_params": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)),
         "flops_per_image": count_flops(lambda v, x: setup.model.apply(v, x), variables, image),
         "image_shape": list(image_shape),
@@ -101,6 +114,14 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         "run_dir": str(setup.run.directory),
         "config": applicable(config),
     }
+
+
+def _wrapper(config: Config, strategy: Replicated) -> Callable | None:
+    """What the steps do to every block: gather its parameters, and run it again in the backward pass."""
+    if isinstance(strategy, ShardedParams):
+        # Without remat, what was gathered in the forward pass would be kept for the backward pass.
+        return lambda block: nn.remat(nn.map_variables(block, "params", trans_in_fn=gather))
+    return nn.remat if config.remat else None
 
 
 def _load(config: Config, split: str, report: Reporter) -> Source:

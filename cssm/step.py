@@ -1,7 +1,7 @@
-"""What happens on one device: the train state, the optimizer, the loss, one training step, one evaluation step.
+"""What happens on one device: the train state, the optimizer, the loss, the two halves of a step, evaluation.
 
 All functions are pure and run inside `parallel.devices.spmd`, where AXIS names the device axis; a batch holds this
-device's share.
+device's share. Between the halves of a step the strategy (parallel.sync) makes one gradient of all devices'.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ import optax
 from flax import struct
 
 from cssm.config import Config
+from cssm.models import in_block
 from parallel.devices import AXIS
-from parallel.sync import Replicated, pmean_complex_safe
+from parallel.sync import Replicated
 
 Tree = Any
 
@@ -24,7 +25,10 @@ NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "short_conv_temporal_bias")
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that one step hands to the next. rng: raw uint32 key of the run, constant; steps fold into it."""
+    """Everything that one step hands to the next. rng: raw uint32 key of the run, constant; steps fold into it.
+
+    params, opt_state and ema_params lie as the strategy wants them.
+    """
 
     step: jax.Array
     params: Tree
@@ -35,7 +39,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Sums(struct.PyTreeNode):
-    """Totals over examples (loss, correct, count) and over steps (grad_norm, steps), the same on every device."""
+    """Totals over a device's own examples (loss, correct, count), and over steps (grad_norm, steps) of all devices."""
 
     loss: jax.Array
     correct: jax.Array
@@ -75,13 +79,12 @@ def make_schedule(config: Config, total_steps: int, warmup_steps: int) -> optax.
 
 
 def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW, or SGD with momentum 0.9 and the same decoupled decay.
+    """AdamW, or SGD with momentum 0.9 and the same decoupled decay; clipping is the strategy's.
 
     Complex leaves are right as they are: their moments use |g|^2 and gradients arrive conjugated.
     """
     rule = optax.scale_by_adam() if config.optimizer == "adamw" else optax.trace(decay=0.9)
     return optax.chain(
-        optax.clip_by_global_norm(config.grad_clip) if config.grad_clip else optax.identity(),
         rule,
         optax.add_decayed_weights(config.weight_decay, mask=decays),
         optax.scale_by_learning_rate(schedule),
@@ -90,103 +93,129 @@ def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTr
 
 def decays(params: Tree) -> Tree:
     """True for the leaves that weight decay applies to: not biases, norms, layer scale, position tables."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)
+
+    def named(path: tuple[Any, ...]) -> str:
+        return next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
+
+    return jax.tree_util.tree_map_with_path(lambda path, _: named(path) not in NO_DECAY, params)
 
 
-def init_state(model: nn.Module, tx, strategy: Replicated, config: Config, image_shape: tuple[int, ...]) -> TrainState:
-    """A fresh state from config.seed; jit it, or take its shapes with jax.eval_shape."""
+def init_state(
+    model: nn.Module, tx, strategy: Replicated, config: Config, image_shape: tuple[int, ...], index: int | jax.Array
+) -> TrainState:
+    """What device `index` holds of a fresh state from config.seed; its layout is that of jax.eval_shape at index 0."""
     key = jax.random.key(config.seed)
     images = jnp.zeros((1, *image_shape), jnp.float32)
     variables = model.init(jax.random.fold_in(key, 0), images)
-    params = variables["params"]
+    params, opt_state = strategy.init(tx, variables["params"], index)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         batch_stats=variables.get("batch_stats", {}),
-        opt_state=strategy.init(tx, params),
+        opt_state=opt_state,
         ema_params=params if config.ema_decay else {},
         rng=jax.random.key_data(jax.random.fold_in(key, 1)),
     )
 
 
-def make_train_step(model: nn.Module, tx, strategy: Replicated, config: Config, grad_accum: int) -> Callable:
-    """(state, sums, batch) -> (state, sums): one optimizer step from `grad_accum` micro-batches.
+def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_accum: int) -> Callable:
+    """(state, batch) -> (grads, shared, own): the first half of a step, `grad_accum` passes forward and back.
 
     batch: {image uint8 [grad_accum * b, H, W, C], label int32 [grad_accum * b]}, of which each micro-batch of b rows
-    has its own forward and backward pass; gradients are reduced over devices once.
+    has its own forward and backward pass, and, if some examples are to be left out, mask float32: 0 for those.
+    grads: of the device's mean loss, an example left out counting as 0; shared: to be averaged over devices; own: the
+    sums (loss, correct, count) over the device's examples.
     """
 
-    def loss_fn(params, batch_stats, images, labels, key):
+    def loss_fn(params, batch_stats, micro, key):
         logits, updates = model.apply(
-            {"params": params, "batch_stats": batch_stats},
-            normalise(images),
+            {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats},
+            normalise(micro["image"]),
             train=True,
             rngs={"drop_path": key},
             mutable=["batch_stats"],
         )
-        losses = cross_entropy(logits, labels, config.label_smoothing)
-        correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)
-        return losses.mean(), (losses.sum(), correct, updates.get("batch_stats", {}))
+        own = score(logits, micro["label"], micro.get("mask"), config.label_smoothing)
+        return own[0] / micro["label"].size, (own, updates.get("batch_stats", {}))
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
 
-    def train_step(state: TrainState, sums: Sums, batch: dict[str, jax.Array]) -> tuple[TrainState, Sums]:
+    def backward(state: TrainState, batch: dict[str, jax.Array]) -> tuple[Tree, Tree, Tree]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         key = jax.random.fold_in(key, jax.lax.axis_index(AXIS))
 
         def micro_step(carry, micro):
-            grads, batch_stats, loss, correct = carry
-            new_grads, (new_loss, new_correct, batch_stats) = grad_fn(
-                state.params,
-                batch_stats,
-                micro["image"],
-                micro["label"],
-                jax.random.fold_in(key, micro["index"]),
-            )
+            grads, batch_stats, own = carry
+            micro_key = jax.random.fold_in(key, micro["index"])
+            new_grads, (new_own, batch_stats) = grad_fn(state.params, batch_stats, micro, micro_key)
             grads = jax.tree.map(lambda total, g: total + g / grad_accum, grads, new_grads)
-            return (grads, batch_stats, loss + new_loss, correct + new_correct), None
+            return (grads, batch_stats, jax.tree.map(jnp.add, own, new_own)), None
 
         micros = jax.tree.map(lambda x: x.reshape(grad_accum, -1, *x.shape[1:]), batch)
         micros["index"] = jnp.arange(grad_accum)
         zero = (
             jax.tree.map(jnp.zeros_like, state.params),
             state.batch_stats,
-            jnp.zeros(()),
-            jnp.zeros((), jnp.int32),
+            (jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)),
         )
         if grad_accum == 1:
-            (grads, batch_stats, loss, correct), _ = micro_step(zero, jax.tree.map(lambda x: x[0], micros))
+            (grads, batch_stats, own), _ = micro_step(zero, jax.tree.map(lambda x: x[0], micros))
         else:
-            (grads, batch_stats, loss, correct), _ = jax.lax.scan(micro_step, zero, micros)
+            (grads, batch_stats, own), _ = jax.lax.scan(micro_step, zero, micros)
+        # Running statistics only: unless told otherwise each device normalised its own share in the forward pass.
+        shared = {"batch_stats": batch_stats}
+        if "mask" in batch:
+            shared["share"] = jnp.mean(batch["mask"])
+        return grads, shared, own
 
+    return backward
+
+
+def make_finish(tx: optax.GradientTransformation, strategy: Replicated, config: Config) -> Callable:
+    """(state, sums, grads, shared, own) -> (state, sums): the second half of a step, the update.
+
+    grads and shared are averaged over devices. The mean over devices of gradients of means, divided by the share of
+    examples that count, is the gradient of the mean over all examples that count, however they are spread.
+    """
+
+    def finish(state: TrainState, sums: Sums, grads: Tree, shared: Tree, own: Tree) -> tuple[TrainState, Sums]:
+        if "share" in shared:
+            grads = jax.tree.map(lambda g: g / shared["share"], grads)
         params, opt_state, grad_norm = strategy.apply(tx, grads, state.params, state.opt_state)
         state = state.replace(
             step=state.step + 1,
             params=params,
-            # Running statistics only: each device normalised its own share in the forward pass.
-            batch_stats=pmean_complex_safe(batch_stats),
+            batch_stats=shared["batch_stats"],
             opt_state=opt_state,
             ema_params=_ema(state, params, config.ema_decay),
         )
-        totals = jax.lax.psum((loss, correct, jnp.asarray(batch["label"].size, jnp.int32)), AXIS)
-        return state, sums + Sums(*totals, grad_norm=grad_norm, steps=jnp.ones((), jnp.int32))
+        return state, sums + Sums(*own, grad_norm=grad_norm, steps=jnp.ones((), jnp.int32))
 
-    return train_step
+    return finish
 
 
-def make_eval_step(model: nn.Module) -> Callable:
-    """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added, over all devices."""
+def make_eval_step(model: nn.Module, strategy: Replicated) -> Callable:
+    """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added."""
 
     def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
-        variables = {"params": params, "batch_stats": batch_stats}
+        variables = {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats}
         logits: Any = model.apply(variables, normalise(batch["image"]), train=False)
-        mask, labels = batch["mask"], batch["label"]
-        losses = jnp.where(mask > 0, cross_entropy(logits, labels, 0.0), 0.0)
-        correct = jnp.sum((jnp.argmax(logits, axis=-1) == labels) & (mask > 0), dtype=jnp.int32)
-        loss, correct, count = jax.lax.psum((losses.sum(), correct, jnp.sum(mask > 0, dtype=jnp.int32)), AXIS)
-        return sums + Sums(loss, correct, count, grad_norm=jnp.zeros(()), steps=jnp.ones((), jnp.int32))
+        own = score(logits, batch["label"], batch["mask"], 0.0)
+        return sums + Sums(*own, grad_norm=jnp.zeros(()), steps=jnp.ones((), jnp.int32))
 
     return eval_step
+
+
+def score(
+    logits: jax.Array, labels: jax.Array, mask: jax.Array | None, smoothing: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(summed loss, correct answers, number) of the examples [B] whose mask is not 0; no mask: of all."""
+    losses, right = cross_entropy(logits, labels, smoothing), jnp.argmax(logits, axis=-1) == labels
+    if mask is None:
+        return losses.sum(), jnp.sum(right, dtype=jnp.int32), jnp.asarray(labels.size, jnp.int32)
+    counts = mask > 0
+    loss = jnp.where(counts, losses, 0.0).sum()
+    return loss, jnp.sum(right & counts, dtype=jnp.int32), jnp.sum(counts, dtype=jnp.int32)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, smoothing: float) -> jax.Array:

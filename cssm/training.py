@@ -23,8 +23,10 @@ from cssm.report import Reporter
 from cssm.runs import open_run
 from cssm.setup import Setup, describe, set_up
 from cssm.signals import StopSignals
-from cssm.step import Sums, TrainState, make_eval_step, make_train_step
+from cssm.step import Sums, TrainState, make_backward, make_eval_step, make_finish
 from parallel import devices as par
+from parallel import sharded
+from parallel.selftest import collective_self_test
 
 # How many steps the host may be ahead of the devices: enough to hide dispatch, little enough to stop promptly.
 STEPS_AHEAD = 4
@@ -72,10 +74,11 @@ class Totals:
     steps: int
 
     @classmethod
-    def of(cls, sums: Sums) -> "Totals":
-        """Wait for the devices and read the sums, which all of them hold alike."""
-        host = par.unreplicate(sums)
-        return cls(float(host.loss), int(host.correct), int(host.count), float(host.grad_norm), int(host.steps))
+    def of(cls, sums: Sums, devices: list[jax.Device]) -> "Totals":
+        """Wait for the devices, and add up what each has seen; all processes must call it."""
+        loss, correct, count = par.sum_over_devices((sums.loss, sums.correct, sums.count), devices)
+        grad_norm, steps = par.unreplicate((sums.grad_norm, sums.steps))
+        return cls(float(loss), int(correct), int(count), float(grad_norm), int(steps))
 
     @property
     def means(self) -> dict[str, float]:
@@ -91,9 +94,10 @@ class Loop:
     ) -> None:
         self.setup, self.config = setup, setup.config
         self.report, self.checkpoints, self.stop, self.meter = report, checkpoints, stop, meter
-        step_fn = make_train_step(setup.model, setup.tx, setup.strategy, self.config, setup.batching.grad_accum)
-        self.train_step = par.spmd(step_fn, setup.devices, donate_argnums=0)
-        self.eval_step = par.spmd(make_eval_step(setup.model), setup.devices)
+        backward = make_backward(setup.step_model, setup.strategy, self.config, setup.batching.grad_accum)
+        finish = make_finish(setup.tx, setup.strategy, self.config)
+        self.train_step = setup.strategy.program(backward, finish, setup.devices)
+        self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy), setup.devices)
         self.no_sums = par.replicate(Sums.zeros(), setup.devices)
         self.state: TrainState
         self.window = self.no_sums
@@ -106,11 +110,13 @@ class Loop:
     def start(self) -> None:
         """The state before the first step: fresh, or as the newest intact checkpoint holds it; and the banner."""
         setup, report, run = self.setup, self.report, self.setup.run
-        shapes = jax.eval_shape(setup.initial_state)
+        layout = jax.eval_shape(lambda: setup.initial_state(0))
+        shapes = sharded.whole_shapes(layout)
         facts = describe(setup, shapes)
         report.banner(facts)
         report.line(par.running_line(setup.devices))
         report.event("config", **facts)
+        self._test_collectives(shapes)
         if run.resumed:
             with report.busy("restoring the checkpoint"):
                 state, meta, self.step, notes = self.checkpoints.restore(shapes)
@@ -120,11 +126,21 @@ class Loop:
                 ahead = f"step {self.step} was the last, no step is left; a larger --epochs or --max_steps goes on"
             for note in (*notes, ahead):
                 report.line(f"note: {note}")
+            self.state = sharded.place(state, layout, setup.devices)
         else:
             with report.busy("initialising the parameters"), self.meter.span("compile"):
-                state = jax.device_get(jax.jit(setup.initial_state)())
+                # Each device makes its own part: nowhere need the whole state fit.
+                self.state = par.spmd(setup.initial_state, setup.devices)(par.device_indices(setup.devices))
         write_yaml(run.directory / "config.yaml", applicable(self.config))
-        self.state = par.replicate(state, setup.devices)
+
+    def _test_collectives(self, shapes: TrainState) -> None:
+        """One reduction as large as the gradient's: what does not work shows here, and not as a run that hangs."""
+        setup, timeout_s = self.setup, self.config.self_test_timeout
+        if len(setup.devices) == 1 or self.config.sync_backend == "cpu" or not timeout_s:
+            return
+        size_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params))
+        with self.report.busy("testing the collectives"):
+            collective_self_test(setup.devices, size_bytes, timeout_s)
 
     def take_steps(self) -> None:
         """Every step that is left; raises Stopped after the first one at which that was asked for."""
@@ -174,8 +190,9 @@ class Loop:
             "compile_s": self.meter.seconds["compile"],
             "wall_s": wall_s,
             "goodput": self.meter.goodput(),
-            "peak_bytes_per_device": par.peak_bytes(self.setup.devices),
         }
+        if peaks := par.peak_bytes(self.setup.devices):
+            summary |= {"peak_bytes_per_device": max(peaks), "peak_bytes_spread": 1 - min(peaks) / max(peaks)}
         self.report.event("summary", **summary)
         self.report.plots()
         return summary
@@ -221,7 +238,7 @@ class Loop:
 
     def _checked_window(self) -> Totals:
         """The totals since the last log line, if they are finite."""
-        totals = Totals.of(self.window)
+        totals = Totals.of(self.window, self.setup.devices)
         if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
             return totals
         what = "loss" if not math.isfinite(totals.loss) else "gradient"
@@ -246,7 +263,7 @@ class Loop:
             with closing(par.prefetch_to_device(padded, self.setup.devices, self.config.prefetch)) as batches:
                 for batch in batches:
                     sums = self.eval_step(params, self.state.batch_stats, sums, batch)
-            totals = Totals.of(sums)
+            totals = Totals.of(sums, self.setup.devices)
         result = {"step": self.step, **totals.means, "count": totals.count}
         best = split == "val" and result["accuracy"] >= self.best.get("accuracy", -1.0)
         if best:
@@ -266,7 +283,7 @@ class Loop:
                 "config": resume_record(self.config, self.setup.batching.effective, self.setup.batching.grad_accum),
             }
             metric = val["accuracy"] if val.get("step") == self.step else None
-            self.checkpoints.save(self.step, par.unreplicate(self.state), meta, metric)
+            self.checkpoints.save(self.step, sharded.fetch(self.state, self.setup.devices), meta, metric)
         self.saved_step = self.step
 
     def _wait_for_checkpoints(self) -> None:

@@ -104,19 +104,24 @@ def leading_size(batch: dict[str, np.ndarray]) -> int:
     return next(iter(sizes.values()))
 
 
+def local(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Those of the devices that belong to this process."""
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
 def device_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
-    """Sharding that puts row d of an array [D, ...] on device d; the same as the outputs of `spmd`."""
-    return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+    """Sharding that puts row d of an array [D, ...] on device d of this process; the same as `spmd`'s outputs."""
+    return NamedSharding(Mesh(np.array(local(devices)), (AXIS,)), PartitionSpec(AXIS))
 
 
 def shard_batch(batch: dict[str, np.ndarray], devices: Sequence[jax.Device]) -> dict[str, jax.Array]:
     """Split host arrays [B, ...] into device arrays [D, B/D, ...], each slice sent straight to its device.
 
-    Device d gets rows d*B/D to (d+1)*B/D. The arrays must not be written to afterwards: a transfer may still
-    be reading them, and the CPU backend shares their memory.
+    B and D are those of this process; device d gets rows d*B/D to (d+1)*B/D. The arrays must not be written to
+    afterwards: a transfer may still be reading them, and the CPU backend shares their memory.
     Raises DeviceError if B does not divide by the number of devices.
     """
-    n, d = leading_size(batch), len(devices)
+    n, d = leading_size(batch), len(local(devices))
     if n % d or not n:
         nearest = " or ".join(str(k * d) for k in (n // d, n // d + 1) if k)
         raise DeviceError(f"a batch of {n} does not divide over {count(d)}: use {nearest}")

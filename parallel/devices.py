@@ -18,6 +18,7 @@ from parallel.batches import (
     DeviceError,
     count,
     device_sharding,
+    local,
     pad_and_mask,
     prefetch_to_device,
     resolve_batch,
@@ -30,7 +31,9 @@ __all__ = [
     "DeviceError",
     "assert_replicated",
     "describe",
+    "device_indices",
     "enable_compile_cache",
+    "local",
     "pad_and_mask",
     "peak_bytes",
     "per_device",
@@ -41,6 +44,7 @@ __all__ = [
     "select_devices",
     "shard_batch",
     "spmd",
+    "sum_over_devices",
     "unreplicate",
 ]
 
@@ -53,14 +57,29 @@ def select_devices(
     num_devices: int | None = None,
     single: bool = False,
 ) -> list[jax.Device]:
-    """The local devices to run on: all that are visible, unless narrowed down.
+    """The devices to run on, of all processes in order: all that are visible, unless narrowed down.
 
     platform: auto | cpu | gpu | tpu. gpus: indices into the visible devices, "0,2" or a sequence, kept in
-    that order. num_devices: the first so many. single: the first only.
+    that order. num_devices: the first so many. single: the first only. Each process narrows down its own.
     Raises DeviceError, naming what exists, for a platform or an index that is not there, a repeated index,
-    contradictory choices, and for an NVIDIA GPU that jax cannot use: no run falls back to the CPU unasked.
+    contradictory choices, processes that have unequal numbers of devices, and for an NVIDIA GPU that jax cannot
+    use: no run falls back to the CPU unasked.
     """
-    visible = _visible(platform)
+    _check_platform(platform)
+    backend = None if platform == "auto" else platform
+    visible = [jax.local_devices(process, backend) for process in range(jax.process_count(backend))]
+    if len(sizes := {len(devices) for devices in visible}) > 1:
+        least = min(sizes)
+        raise DeviceError(
+            f"the processes have {' or '.join(map(str, sorted(sizes)))} devices: each needs as many, "
+            f"type --num_devices {least}"
+        )
+    return [device for devices in visible for device in _narrowed(devices, gpus, num_devices, single)]
+
+
+def _narrowed(
+    visible: list[jax.Device], gpus: str | Sequence[int] | None, num_devices: int | None, single: bool
+) -> list[jax.Device]:
     chosen = visible if gpus is None else [visible[i] for i in _indices(gpus, len(visible))]
     if num_devices is not None:
         if gpus is not None and num_devices != len(chosen):
@@ -73,7 +92,7 @@ def select_devices(
     return chosen[:1] if single else chosen
 
 
-def _visible(platform: str) -> list[jax.Device]:
+def _check_platform(platform: str) -> None:
     try:
         devices = jax.local_devices(backend=None if platform == "auto" else platform)
     except RuntimeError as error:
@@ -92,7 +111,6 @@ def _visible(platform: str) -> list[jax.Device]:
             "this machine has an NVIDIA GPU, but jax can use the CPU only: install the gpu extra "
             "(pip install 'cssm[gpu]'), or type --platform cpu"
         )
-    return devices
 
 
 def _indices(gpus: str | Sequence[int], visible: int) -> list[int]:
@@ -117,23 +135,24 @@ def running_line(devices: Sequence[jax.Device]) -> str:
 
 
 def describe(devices: Sequence[jax.Device]) -> list[dict[str, Any]]:
-    """A row for each device: id, kind, platform, process, memory_bytes (None on CPU)."""
+    """A row for each device: id, kind, platform, process, memory_bytes (None on CPU and in other processes)."""
+    here = local(devices)
     return [
         {
             "id": device.id,
             "kind": device.device_kind,
             "platform": device.platform,
             "process": device.process_index,
-            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit") if device in here else None,
         }
         for device in devices
     ]
 
 
-def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """The most memory any one device has had in use so far; None where the backend does not say (CPU)."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max((peak for peak in peaks if peak is not None), default=None)
+def peak_bytes(devices: Sequence[jax.Device]) -> list[int]:
+    """The most memory that each device of this process has had in use; empty where the backend does not say (CPU)."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local(devices)]
+    return [peak for peak in peaks if peak is not None]
 
 
 def spmd(
@@ -147,8 +166,10 @@ def spmd(
 ) -> Callable[..., Tree]:
     """Compile `fn` to run on every device, over the leading dim D of its arguments; its collectives use AXIS.
 
-    Feed it host arrays, or what `replicate`, `per_device` and `shard_batch` return. in_axes / out_axes: 0 for
-    a leading dim D, None for a value common to all devices. static: positions of compile-time constants.
+    Of several processes each makes the same calls; D is then the number of its own devices, for arguments and
+    results, and collectives span them all. Feed it host arrays, or what `replicate`, `per_device` and `shard_batch`
+    return. in_axes / out_axes: 0 for a leading dim D, None for a value common to all devices. static: positions of
+    compile-time constants.
     Raises DeviceError if the leading dim is not the number of devices.
     """
 
@@ -171,21 +192,34 @@ def spmd(
 
 
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """Copy each leaf x to every device: one array [D, *x.shape], laid out as the outputs of `spmd` are.
+    """Copy each leaf x to every device of this process: one array [D, *x.shape], laid out as `spmd` does.
 
     Leaves: arrays and numbers; random keys as raw uint32 (`jax.random.key_data`), not typed keys.
     """
     # The copy matters: the CPU backend may share a host array's memory with the device array made of it.
-    stacked = jax.tree.map(lambda x: np.broadcast_to(np.array(x), (len(devices), *np.shape(x))), tree)
+    stacked = jax.tree.map(lambda x: np.broadcast_to(np.array(x), (len(local(devices)), *np.shape(x))), tree)
     return per_device(stacked, devices)
 
 
 def per_device(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
-    """Put row d of each host array [D, ...] on device d; for values that differ, such as random keys."""
+    """Put row d of each host array [D, ...] on device d of this process; for values that differ between devices."""
+    here = local(devices)
     for leaf in jax.tree.leaves(tree):
-        if np.shape(leaf)[:1] != (len(devices),):
-            raise DeviceError(f"an array {np.shape(leaf)} has no row for each of {len(devices)} devices")
+        if np.shape(leaf)[:1] != (len(here),):
+            raise DeviceError(f"an array {np.shape(leaf)} has no row for each of {count(len(here))}")
     return jax.device_put(tree, device_sharding(devices))
+
+
+def device_indices(devices: Sequence[jax.Device]) -> jax.Array:
+    """int32 [D]: where each of this process's devices stands among all; their AXIS index, as an argument of `spmd`."""
+    return per_device(np.asarray([devices.index(device) for device in local(devices)], np.int32), devices)
+
+
+def sum_over_devices(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
+    """The numpy sum [...] of each leaf [D, ...] over the devices of all processes, which all must call it."""
+    if len(local(devices)) < len(devices):
+        return unreplicate(spmd(lambda x: jax.lax.psum(x, AXIS), devices)(tree))
+    return jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), jax.device_get(tree))
 
 
 def unreplicate(tree: Tree) -> Tree:

@@ -1,13 +1,15 @@
 """Gradients of many devices -> the same update on all of them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from parallel.batches import AXIS
+from parallel.devices import AXIS, replicate, spmd
 
 Tree = Any
 
@@ -41,27 +43,95 @@ def global_norm(tree: Tree) -> jax.Array:
     return optax.tree.norm(tree)
 
 
+def clip_by_norm(tree: Tree, norm: jax.Array, limit: float) -> Tree:
+    """Scale a tree of global norm `norm` down to norm `limit` where it is longer; 0 is no limit."""
+    if not limit:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(norm < limit, x, (x / norm.astype(x.dtype)) * limit), tree)
+
+
+Backward = Callable[[Tree, Tree], tuple[Tree, Tree, Tree]]
+Finish = Callable[[Tree, Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
 @dataclass(frozen=True)
 class Replicated:
-    """Parameters and optimizer state are whole on every device; gradients are averaged before the update.
+    """Parameters and optimizer state are whole on every device; the devices average the gradients.
 
-    Both methods see one device's values; `apply` runs inside `spmd`. Clipping, if any, belongs to `tx`.
+    A strategy says where the state lies and how gradients of many devices become one update. Other strategies
+    (HostMean here, those of parallel.sharded) keep this contract and give the same results. All methods but
+    `program` see one device's values, inside `spmd`; `tx` must treat every element by itself, so that it may be given
+    a part of the parameters: clipping by the global norm is done here.
     """
 
-    axis_name: str = AXIS
+    grad_clip: float = 0.0
 
-    def init(self, tx: optax.GradientTransformation, params: Tree) -> Tree:
-        """Optimizer state for `params`."""
-        return tx.init(params)
+    def init(self, tx: optax.GradientTransformation, params: Tree, index: int | jax.Array) -> tuple[Tree, Tree]:
+        """(params, opt_state) as device `index` holds them, from whole fresh parameters."""
+        return params, tx.init(params)
+
+    def whole(self, params: Tree, spared: Callable[[str], bool] = lambda name: False) -> Tree:
+        """Parameters as a model takes them, except for the spared entries, which it makes whole itself."""
+        return params
+
+    def mean(self, tree: Tree) -> Tree:
+        """Mean over devices of what is not a gradient."""
+        return pmean_complex_safe(tree)
+
+    def reduce(self, grads: Tree) -> Tree:
+        """Mean over devices of jax.grad's gradients of each one's mean loss, laid out as the optimizer state is."""
+        return pmean_complex_safe(grads)
 
     def apply(
         self, tx: optax.GradientTransformation, grads: Tree, params: Tree, opt_state: Tree
     ) -> tuple[Tree, Tree, jax.Array]:
-        """One update from this device's gradients, as jax.grad of its local mean loss returned them.
+        """One update from the gradients that `reduce` returned: (params, opt_state, grad_norm).
 
-        Returns (params, opt_state, grad_norm): the same on every device; grad_norm is that of the averaged
-        gradient, before any clipping.
+        grad_norm is that before clipping.
         """
-        grads = conjugate(pmean_complex_safe(grads, self.axis_name))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, global_norm(grads)
+        grads = conjugate(grads)
+        norm = global_norm(grads)
+        updates, opt_state = tx.update(clip_by_norm(grads, norm, self.grad_clip), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, norm
+
+    def program(self, backward: Backward, finish: Finish, devices: Sequence[jax.Device]) -> Callable:
+        """The compiled step (state, sums, batch) -> (state, sums); the state is donated.
+
+        backward(state, batch) -> (grads, shared, own): the last two are to be averaged over devices, and not.
+        finish(state, sums, grads, shared, own) -> (state, sums), given averaged gradients and shared values.
+        """
+
+        def step(state: Tree, sums: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            grads, shared, own = backward(state, batch)
+            return finish(state, sums, self.reduce(grads), self.mean(shared), own)
+
+        return spmd(step, devices, donate_argnums=0)
+
+
+@dataclass(frozen=True)
+class HostMean(Replicated):
+    """As Replicated, without any collective: gradients go to the host, are averaged there, and are sent back.
+
+    For machines whose collectives do not work; one process only.
+    """
+
+    def program(self, backward: Backward, finish: Finish, devices: Sequence[jax.Device]) -> Callable:
+        """As Replicated.program, in two programs with the host between them."""
+        first, second = spmd(backward, devices), spmd(finish, devices, donate_argnums=0)
+
+        def step(state: Tree, sums: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            grads, shared, own = first(state, batch)
+            grads, shared = replicate(host_mean((grads, shared)), devices)
+            return second(state, sums, grads, shared, own)
+
+        return step
+
+
+def host_mean(tree: Tree) -> Tree:
+    """Numpy mean of each leaf [D, ...] over D, summed in double precision; dtypes are kept."""
+
+    def mean(rows: np.ndarray) -> np.ndarray:
+        wide = np.complex128 if np.iscomplexobj(rows) else np.float64
+        return rows.astype(wide).mean(axis=0).astype(rows.dtype)
+
+    return jax.tree.map(mean, jax.device_get(tree))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from cssm.cells import CELLS
 from cssm.cells.core import CellOptions
 from cssm.config import Config
-from cssm.models.blocks import Attention
+from cssm.models.blocks import Attention, Norm
 from cssm.models.simple import Simple
 from cssm.models.vit import ViT
 from cssm.positions import ROPE_MODES
@@ -21,15 +21,29 @@ T = TypeVar("T")
 MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
 
 
-def build(config: Config, num_classes: int, wrap_block: Callable | None = None, dtype: Any = None) -> nn.Module:
+def in_block(name: str) -> bool:
+    """Whether a top-level entry of the parameters belongs to a block, that is, to what `wrap_block` wraps."""
+    return name.startswith(("block_", "cell_"))
+
+
+def build(
+    config: Config,
+    num_classes: int,
+    wrap_block: Callable | None = None,
+    dtype: Any = None,
+    bn_axis: str | None = None,
+) -> nn.Module:
     """The model that the configuration describes.
 
     dtype: of activations, in place of the configuration's (float64 for an oracle).
-    wrap_block: class -> class, applied to the trunk's block (rematerialisation comes in here). The module's call is
-    `module(images, train=False)`; it draws from the rng stream "drop_path" when training with a drop-path rate.
+    wrap_block: class -> class, applied to the trunk's block, in simple to the cell; rematerialisation and the
+    gathering of parameters come in here, and names of parameters do not depend on it. bn_axis: device axis over
+    which batch norm takes its statistics. The module's call is `module(images, train=False)`; it draws from the rng
+    stream "drop_path" when training with a drop-path rate.
     """
     dtype = dtype or (jnp.bfloat16 if config.dtype == "bf16" else jnp.float32)
-    mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype)
+    wrap_cell = (config.arch == "simple" and wrap_block) or (lambda cell: cell)
+    mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype, wrap_cell)
     common = {
         "mixer": mixer,
         "num_classes": num_classes,
@@ -38,7 +52,7 @@ def build(config: Config, num_classes: int, wrap_block: Callable | None = None, 
         "seq_len": config.seq_len or 1,
         "stem_mode": config.stem_mode,
         "pos_embed": config.pos_embed,
-        "norm_type": config.norm_type,
+        "norm": Norm(config.norm_type, dtype, bn_axis),
         "pool_type": config.pool_type,
         "dtype": dtype,
     }
@@ -56,7 +70,7 @@ def build(config: Config, num_classes: int, wrap_block: Callable | None = None, 
     )
 
 
-def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
+def _cell(config: Config, dtype, wrap: Callable) -> Callable[..., nn.Module]:
     options = CellOptions(
         channels=_known(config.embed_dim),
         kernel_size=_known(config.kernel_size),
@@ -75,7 +89,8 @@ def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
             "short_conv_spatial_size": config.short_conv_spatial_size,
         },
     }[config.cssm]
-    return lambda name: CELLS[config.cssm](options, name=name, **ablations)
+    cell = wrap(CELLS[config.cssm])
+    return lambda name: cell(options, name=name, **ablations)
 
 
 def _attention(config: Config, dtype) -> Callable[..., nn.Module]:

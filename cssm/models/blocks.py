@@ -3,6 +3,7 @@
 Activations are [B, T, H, W, C] throughout; a still image has T = 1 until a recurrent cell unrolls it.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -21,11 +22,24 @@ def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
     return nn.LayerNorm(epsilon=1e-6, use_fast_variance=False, dtype=dtype, name=name)
 
 
-def norm(norm_type: str, train: bool, dtype: jnp.dtype, name: str) -> nn.Module:
-    """Norm "layer" over channels, or "batch" over everything else (momentum 0.99, epsilon 1e-5)."""
-    if norm_type == "layer":
-        return layer_norm(dtype, name)
-    return nn.BatchNorm(not train, momentum=0.99, epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """kind "layer" over channels, or "batch" over everything else (momentum 0.99, epsilon 1e-5).
+
+    axis: the device axis over which batch statistics are taken; None: each device's own.
+    """
+
+    kind: str
+    dtype: jnp.dtype
+    axis: str | None = None
+
+    def __call__(self, train: bool, name: str) -> nn.Module:
+        """The module; train: whether batch norm uses the batch's statistics, or the running ones."""
+        if self.kind == "layer":
+            return layer_norm(self.dtype, name)
+        return nn.BatchNorm(
+            not train, self.axis, momentum=0.99, epsilon=1e-5, use_fast_variance=False, dtype=self.dtype, name=name
+        )
 
 
 def on_frames(module: Callable, x: jax.Array) -> jax.Array:
@@ -39,14 +53,14 @@ class ConvPoolStem(nn.Module):
 
     features: int
     layers: int
-    norm_type: str
+    norm: Norm
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         for i in range(self.layers):
             x = on_frames(nn.Conv(self.features, (3, 3), dtype=self.dtype, name=f"conv_{i}"), x)
-            x = norm(self.norm_type, train, self.dtype, f"norm_{i}")(nn.softplus(x))
+            x = self.norm(train, f"norm_{i}")(nn.softplus(x))
             x = max_pool_2x2(x)
         return x
 
@@ -55,13 +69,13 @@ class PointwiseStem(nn.Module):
     """1x1 convolution, softplus, norm; keeps the resolution."""
 
     features: int
-    norm_type: str
+    norm: Norm
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Dense(self.features, dtype=self.dtype, name="conv_0")(x)
-        return norm(self.norm_type, train, self.dtype, "norm_0")(nn.softplus(x))
+        return self.norm(train, "norm_0")(nn.softplus(x))
 
 
 class StridedStem(nn.Module):
@@ -69,14 +83,14 @@ class StridedStem(nn.Module):
 
     features: int
     stride: int
-    norm_type: str
+    norm: Norm
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         stride = (self.stride, self.stride)
         x = on_frames(nn.Conv(self.features, (3, 3), stride, dtype=self.dtype, name="conv"), x)
-        return norm(self.norm_type, train, self.dtype, "norm")(nn.gelu(x))
+        return self.norm(train, "norm")(nn.gelu(x))
 
 
 class PatchStem(nn.Module):

@@ -23,7 +23,7 @@ class Simple(nn.Module):
     stem_mode: str
     stem_layers: int
     pos_embed: str
-    norm_type: str
+    norm: blocks.Norm
     pool_type: str
     dtype: jnp.dtype
 
@@ -38,8 +38,8 @@ class Simple(nn.Module):
             y = self.mixer(name=f"cell_{i}")(x, num_steps=steps, last_only=last)
             x = (x[:, -1:] if last else x) + y
             if not last:
-                x = nn.softplus(blocks.norm(self.norm_type, train, self.dtype, f"body_norm_{i}")(x))
-        x = nn.softplus(blocks.norm(self.norm_type, train, self.dtype, "readout_norm")(x))
+                x = nn.softplus(self.norm(train, f"body_norm_{i}")(x))
+        x = nn.softplus(self.norm(train, "readout_norm")(x))
         x = blocks.pool(x, self.pool_type)
         x = blocks.layer_norm(self.dtype, "norm_post")(x)
         return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
@@ -48,5 +48,5 @@ class Simple(nn.Module):
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "pathtracker":
-            return blocks.PointwiseStem(self.embed_dim, self.norm_type, self.dtype, name="stem")(x, train)
-        return blocks.ConvPoolStem(self.embed_dim, self.stem_layers, self.norm_type, self.dtype, name="stem")(x, train)
+            return blocks.PointwiseStem(self.embed_dim, self.norm, self.dtype, name="stem")(x, train)
+        return blocks.ConvPoolStem(self.embed_dim, self.stem_layers, self.norm, self.dtype, name="stem")(x, train)

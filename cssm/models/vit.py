@@ -57,7 +57,7 @@ class ViT(nn.Module):
     patch_size: int
     stem_stride: int
     pos_embed: str
-    norm_type: str
+    norm: blocks.Norm
     pool_type: str
     mlp_ratio: float
     drop_path_rate: float
@@ -96,4 +96,4 @@ class ViT(nn.Module):
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "patch":
             return blocks.PatchStem(self.embed_dim, self.patch_size, self.dtype, name="stem")(x, train)
-        return blocks.StridedStem(self.embed_dim, self.stem_stride, self.norm_type, self.dtype, name="stem")(x, train)
+        return blocks.StridedStem(self.embed_dim, self.stem_stride, self.norm, self.dtype, name="stem")(x, train)

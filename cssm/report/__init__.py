@@ -81,7 +81,7 @@ class Reporter:
         """The DEVICE CONFIGURATION block, batch arithmetic, model and data. Of `info` it reads:
 
         device_table: rows {id, kind, platform, process, memory_bytes}; devices (how many, of all processes);
-        batch_size (per device), grad_accum, effective_batch; arch, cssm (or None), num_params,
+        batch_size (per device), grad_accum, effective_batch, shard; arch, cssm (or None), num_params,
         flops_per_image (or None); dataset, image_shape, train_examples, val_examples, test_examples.
         """
         if self._chatty:

@@ -13,6 +13,11 @@ from rich.text import Text
 SMALLEST_BAR = 16
 FIGURES = {"loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}", "images_per_s": "{:,.0f} images/s"}
 UNIT = re.compile(r"(?<!_per)_(bytes|ms|s)(?=$|_per_)")
+LAYOUTS = {
+    "none": "parameters are replicated",
+    "optimizer": "parameters are replicated, the optimizer's state is split",
+    "params": "parameters and the optimizer's state are split",
+}
 JAX_NAMES = {"gpu": "cuda"}  # of a device: cuda:0 on the gpu backend, cpu:0, tpu:0
 
 
@@ -90,7 +95,7 @@ def run_lines(info: Mapping[str, Any]) -> list[str]:
     return [
         f"effective batch {info['effective_batch']} = {info['batch_size']} per device x "
         f"{plural(devices, 'device')} x {info['grad_accum']} accumulation",
-        *(["using jax.pmap: parameters are replicated, each batch is split"] if devices > 1 else []),
+        *([f"using jax.pmap: {LAYOUTS[info['shard']]}, each batch is split"] if devices > 1 else []),
         f"model: {info['arch']}{mixer}, {plural(info['num_params'], 'parameter')}"
         + (f", {si(flops)}FLOPs per image" if flops else ""),
         f"data: {info['dataset']}, {sizes}, images {'x'.join(str(n) for n in info['image_shape'])}",

@@ -1,0 +1,67 @@
+"""Out of memory: how to know it, how full the devices are, and which flags need less for the same effective batch."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from cssm.config import Config
+
+# The CPU backend calls it INTERNAL where several devices run, and the CUDA driver has a name of its own for it.
+_MESSAGE = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory", re.IGNORECASE)
+_GIB = 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device (an error of jax) or the host (MemoryError) ran out of memory."""
+    of_jax = type(error).__module__.split(".")[0] in ("jax", "jaxlib")
+    return isinstance(error, MemoryError) or (of_jax and _MESSAGE.search(str(error)) is not None)
+
+
+def out_of_memory(config: Config) -> str:
+    """One sentence: what each device has in use, where the backend tells, and what to type instead.
+
+    Call it while the error is at hand, when what did not fit is still held. Each way but the last resorts keeps the
+    effective batch.
+    """
+    from parallel.devices import local, select_devices
+
+    devices = select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
+    given, ways = _halves(config, len(devices))
+    if config.resume:
+        ways += ["--remat (where --arch is not simple)"]
+    elif not config.remat and config.arch != "simple":
+        ways += ["--remat"]
+    if len(devices) > 1 and config.sync_backend != "cpu" and config.shard != "params":
+        ways += ["--shard params" if config.shard == "optimizer" else "--shard optimizer or --shard params"]
+    ways += ["--bf16"] if config.dtype == "f32" and not config.resume else []
+    in_use = memory_in_use([device.memory_stats() or {} for device in local(devices)])
+    return f"out of memory{given}{in_use}: type {', or '.join(ways or ['a smaller --embed_dim'])}"
+
+
+def memory_in_use(stats: Sequence[dict[str, Any]]) -> str:
+    """As ` (in use: device 0 71.9 of 79.6 GiB, device 1 ...)`; "" where a backend does not tell.
+
+    stats: memory_stats() of each device: bytes_in_use and bytes_limit are read.
+    """
+    if not all("bytes_in_use" in device and "bytes_limit" in device for device in stats):
+        return ""
+    texts = [f"{device['bytes_in_use'] / _GIB:.1f} of {device['bytes_limit'] / _GIB:.1f} GiB" for device in stats]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f" (in use: {texts[0]} on each of {len(texts)} devices)"
+    return f" (in use: {', '.join(f'device {i} {text}' for i, text in enumerate(texts))})"
+
+
+def _halves(config: Config, devices: int) -> tuple[str, list[str]]:
+    """What the batch is, and the flags for a smaller one with as much more accumulation: half, if that divides."""
+    if config.resume:  # the batch is the saved run's
+        return "", ["half the --batch_size with twice the --grad_accum (the same effective batch)"]
+    batch, accum = config.batch_size, config.grad_accum or 1
+    images = batch or (config.global_batch_size or 1) // (devices * accum)
+    factor = next((n for n in range(2, images + 1) if images % n == 0), None)
+    given = f" with {images} images per device" if images > 1 else " with one image per device"
+    if factor is None:
+        return given, []
+    flags = [f"--batch_size {images // factor}"] if batch else []
+    if not (batch and config.global_batch_size and config.grad_accum is None):  # where the total gives it
+        flags += [f"--grad_accum {factor * accum}"]
+    return given, [f"{' '.join(flags)} (the same effective batch)"]
