@@ -34,7 +34,7 @@ def test_layer_norm_survives_a_mean_far_above_the_spread(key):
 
 def test_batch_norm_uses_running_statistics_outside_of_training(key):
     x = randn(4, 1, 3, 3, 2) + 5
-    train, test = (blocks.norm("batch", train, jnp.float32, "norm") for train in (True, False))
+    train, test = (blocks.Norm("batch", jnp.float32)(train, "norm") for train in (True, False))
     variables = train.init(key, x)
     y, updates = train.apply(variables, x, mutable=["batch_stats"])
     np.testing.assert_allclose(np.asarray(y).mean((0, 1, 2, 3)), 0, atol=1e-5)
@@ -74,9 +74,9 @@ def test_attention_is_softmax_attention_within_each_frame(key):
 @pytest.mark.parametrize(
     "stem,side",
     [
-        (blocks.ConvPoolStem(6, 2, "layer", jnp.float32), 3),
-        (blocks.PointwiseStem(6, "layer", jnp.float32), 9),
-        (blocks.StridedStem(6, 4, "batch", jnp.float32), 3),
+        (blocks.ConvPoolStem(6, 2, blocks.Norm("layer", jnp.float32), jnp.float32), 3),
+        (blocks.PointwiseStem(6, blocks.Norm("layer", jnp.float32), jnp.float32), 9),
+        (blocks.StridedStem(6, 4, blocks.Norm("batch", jnp.float32), jnp.float32), 3),
         (blocks.PatchStem(6, 3, jnp.float32), 3),
     ],
 )

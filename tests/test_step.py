@@ -19,10 +19,11 @@ from cssm.step import (
     cross_entropy,
     decays,
     init_state,
+    make_backward,
     make_eval_step,
+    make_finish,
     make_optimizer,
     make_schedule,
-    make_train_step,
 )
 from parallel import devices as par
 from parallel.sync import Replicated
@@ -43,7 +44,15 @@ def global_batch(n=16, seed=0):
 @functools.cache
 def fresh_state(config):
     model, tx = models.build(config, 10), make_optimizer(config, make_schedule(config, 100, 0))
-    return jax.device_get(jax.jit(lambda: init_state(model, tx, Replicated(), config, (8, 8, 1)))())
+    return jax.device_get(jax.jit(lambda: init_state(model, tx, Replicated(), config, (8, 8, 1), 0))())
+
+
+def program(config, devices, grad_accum=1, dtype=None, strategy=None):
+    """The compiled step (state, sums, batch) -> (state, sums)."""
+    model, tx = models.build(config, 10, dtype=dtype), make_optimizer(config, make_schedule(config, 100, 0))
+    strategy = strategy or Replicated(config.grad_clip)
+    backward = make_backward(model, strategy, config, grad_accum)
+    return strategy.program(backward, make_finish(tx, strategy, config), devices)
 
 
 @functools.cache
@@ -52,24 +61,27 @@ def reference_run(config, num_devices, **changes):
     return run_steps(config, num_devices, **changes)
 
 
-def run_steps(config, num_devices, steps=3, grad_accum=1, dtype=None, strategy=None):
-    """States after each of `steps` steps on one fixed sequence of global batches, and the last sums."""
+def total(sums, devices):
+    """Sums of each device -> (loss, correct, count) of all, and (grad_norm, steps)."""
+    own = par.sum_over_devices((sums.loss, sums.correct, sums.count), devices)
+    return (*own, *par.unreplicate((sums.grad_norm, sums.steps)))
+
+
+def run_steps(config, num_devices, steps=3, batch_of=global_batch, dtype=None, **options):
+    """States after each of `steps` steps on one fixed sequence of global batches, and the totals."""
     devices = jax.devices()[:num_devices]
-    model = models.build(config, 10, dtype=dtype)
-    tx = make_optimizer(config, make_schedule(config, 100, 0))
-    strategy = strategy or Replicated()
     state = fresh_state(config)
     if dtype == jnp.float64:
         wide = lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf
         state = jax.tree.map(wide, state)
-    step_fn = par.spmd(make_train_step(model, tx, strategy, config, grad_accum), devices, donate_argnums=0)
+    step_fn = program(config, devices, dtype=dtype, **options)
     state, sums = par.replicate(state, devices), par.replicate(Sums.zeros(), devices)
     history = []
     for step in range(steps):
-        state, sums = step_fn(state, sums, par.shard_batch(global_batch(seed=step), devices))
+        state, sums = step_fn(state, sums, par.shard_batch(batch_of(seed=step), devices))
         history.append(par.unreplicate(state))
     par.assert_replicated(state)
-    return history, par.unreplicate(sums)
+    return history, total(sums, devices)
 
 
 def close(a, b, tolerance):
@@ -82,7 +94,7 @@ def test_one_device_equals_eight(config):
     for a, b in zip(one, eight, strict=True):
         close(a.params, b.params, 1e-5)
     close(sums_one, sums_eight, 1e-5)
-    assert sums_eight.count == 48 and sums_eight.steps == 3
+    assert sums_eight[2] == 48 and sums_eight[4] == 3
 
 
 def test_under_adamw_one_device_equals_two_in_float64():
@@ -100,8 +112,46 @@ def test_accumulated_micro_batches_equal_one_batch():
     close(sums_whole, sums_parts, 1e-5)
 
 
+def masked_batch(n=16, seed=0):
+    """Of eight devices two see no example at all, and others one of two."""
+    mask = np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 1, 0, 1, 1], np.float32)
+    return {**global_batch(n, seed), "mask": mask}
+
+
+def only_unmasked(seed=0):
+    batch = masked_batch(seed=seed)
+    return {name: array[batch["mask"] > 0] for name, array in batch.items() if name != "mask"}
+
+
+def test_examples_left_out_leave_the_mean_of_the_others():
+    """However unequally they are spread over devices and micro-batches. A mean of the devices' means is another."""
+    one, sums_one = run_steps(SIMPLE, 1, batch_of=only_unmasked)
+    for num_devices, grad_accum in ((8, 1), (2, 4)):
+        masked, sums = run_steps(SIMPLE, num_devices, batch_of=masked_batch, grad_accum=grad_accum)
+        close(one[-1].params, masked[-1].params, 1e-5)
+        close(sums_one, sums, 1e-5)
+
+    mistaken, _ = run_steps(SIMPLE, 8, steps=1, batch_of=masked_batch, strategy=MeanOfMeans())
+    with pytest.raises(AssertionError):
+        close(one[0].params, mistaken[0].params, 1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanOfMeans(Replicated):
+    """The mistake of giving each device's mean the same weight, however many examples it saw."""
+
+    def program(self, backward, finish, devices):
+        def step(state, sums, batch):
+            grads, shared, own = backward(state, batch)
+            share = jnp.maximum(shared["share"], 1e-9)
+            grads, shared = jax.tree.map(lambda g: g / share, grads), {**shared, "share": jnp.ones(())}
+            return finish(state, sums, self.reduce(grads), self.mean(shared), own)
+
+        return par.spmd(step, devices)
+
+
 def test_without_the_gradient_mean_devices_drift_apart(monkeypatch):
-    monkeypatch.setattr(parallel.sync, "pmean_complex_safe", lambda tree, axis_name=None: tree)
+    monkeypatch.setattr(parallel.sync, "pmean_complex_safe", lambda tree: tree)
     with pytest.raises(AssertionError, match="differs between device"):
         run_steps(SIMPLE, 2, steps=1)
 
@@ -110,8 +160,8 @@ def test_without_the_gradient_mean_devices_drift_apart(monkeypatch):
 class SumInsteadOfMean(Replicated):
     """The other classic mistake: replicas agree, but the step is D times too long."""
 
-    def apply(self, tx, grads, params, opt_state):
-        return super().apply(tx, jax.tree.map(lambda g: g * jax.lax.axis_size(par.AXIS), grads), params, opt_state)
+    def reduce(self, grads):
+        return jax.tree.map(lambda g: g * jax.lax.axis_size(par.AXIS), super().reduce(grads))
 
 
 def test_a_sum_in_place_of_the_mean_breaks_parity():
@@ -145,14 +195,14 @@ def test_evaluation_counts_each_example_once_on_any_number_of_devices():
     losses = []
     for num_devices in (1, 3, 8):
         devices = jax.devices()[:num_devices]
-        eval_fn = par.spmd(make_eval_step(model), devices)
+        eval_fn = par.spmd(make_eval_step(model, Replicated()), devices)
         params, sums = par.replicate(variables["params"], devices), par.replicate(Sums.zeros(), devices)
         size = 16 if 16 % num_devices == 0 else 8 * num_devices
         for batch in eval_batches(ArraySource(images, labels, 10), size):
             sums = eval_fn(params, {}, sums, par.shard_batch(par.pad_and_mask(batch, size), devices))
-        sums = par.unreplicate(sums)
-        assert (int(sums.count), int(sums.correct)) == (103, int((np.argmax(logits, -1) == labels).sum()))
-        losses.append(float(sums.loss))
+        loss, correct, count, *_ = total(sums, devices)
+        assert (int(count), int(correct)) == (103, int((np.argmax(logits, -1) == labels).sum()))
+        losses.append(float(loss))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     np.testing.assert_allclose(losses[0], want_loss, rtol=1e-5)
 
@@ -165,9 +215,7 @@ def test_the_step_compiles_once():
             compiled.append(name)
 
     config, devices = SIMPLE, jax.devices()[:2]
-    model, tx = models.build(config, 10), make_optimizer(config, make_schedule(config, 100, 0))
-    state = fresh_state(config)
-    step_fn = par.spmd(make_train_step(model, tx, Replicated(), config, 1), devices, donate_argnums=0)
+    state, step_fn = fresh_state(config), program(config, devices)
     state, zero = par.replicate(state, devices), par.replicate(Sums.zeros(), devices)
     sums, counts = zero, []
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -181,24 +229,16 @@ def test_the_step_compiles_once():
 
 
 def test_drop_path_masks_differ_between_devices_and_between_steps():
-    """One image everywhere, learning rate 0: then the loss moves with the masks alone."""
-    config = dataclasses.replace(VIT, drop_path_rate=0.9, lr=1e-12)
-    devices = jax.devices()[:2]
-    model, tx = models.build(config, 10), make_optimizer(config, make_schedule(config, 100, 0))
-
-    def losses_of_each_device(state, batch):
-        """The step with its sums kept apart: psum replaced by the device's own value."""
-        return make_train_step(model, tx, Replicated(), config, 1)(state, Sums.zeros(), batch)[1].loss
-
+    """One image everywhere: then the loss moves with the masks alone."""
+    config = dataclasses.replace(VIT, drop_path_rate=0.9)
+    devices, model = jax.devices()[:2], models.build(config, 10)
     image = np.repeat(global_batch(1)["image"], 16, axis=0)
     batch = par.shard_batch({"image": image, "label": np.zeros(16, np.int32)}, devices)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax, "psum", lambda tree, axis_name: tree)
-        loss_fn = par.spmd(losses_of_each_device, devices)
-        state = fresh_state(config)
-        first, again, second = (
-            np.asarray(loss_fn(par.replicate(state.replace(step=np.int32(step)), devices), batch)) for step in (0, 0, 1)
-        )
+    backward, state = par.spmd(make_backward(model, Replicated(), config, 1), devices), fresh_state(config)
+    first, again, second = (
+        np.asarray(backward(par.replicate(state.replace(step=np.int32(step)), devices), batch)[2][0])
+        for step in (0, 0, 1)
+    )
     assert first[0] != first[1]
     assert (first != second).all()
     np.testing.assert_array_equal(first, again)

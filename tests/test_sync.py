@@ -10,7 +10,7 @@ import pytest
 
 from parallel import sync
 from parallel.devices import assert_replicated, per_device, replicate, spmd, unreplicate
-from parallel.sync import Replicated, conjugate, global_norm, pmean_complex_safe
+from parallel.sync import HostMean, Replicated, clip_by_norm, conjugate, global_norm, host_mean, pmean_complex_safe
 
 # bfloat16 has 8 bits of precision; the sum of 8 values loses at most 3 of them.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 3e-2, "complex64": 1e-6, "float64": 1e-14, "complex128": 1e-14}
@@ -92,12 +92,12 @@ def fit(strategy, devices, steps=200, tx=None):
             return sum(jnp.sum(jnp.abs(params[k] - TARGET[k] - noise) ** 2) for k in params)
 
         grads = jax.grad(loss)(params)
-        params, opt, norm = strategy.apply(tx, grads, params, opt)
+        params, opt, norm = strategy.apply(tx, strategy.reduce(grads), params, opt)
         distance = sum(jnp.sum(jnp.abs(params[k] - TARGET[k]) ** 2) for k in params)
         return params, opt, distance, norm
 
     run = spmd(step, devices)
-    params, opt = replicate((params, strategy.init(tx, params)), devices)
+    params, opt = replicate(strategy.init(tx, params, 0), devices)
     noise, distances = per_device(noise, devices), []
     for _ in range(steps):
         params, opt, distance, norm = run(params, opt, noise)
@@ -113,9 +113,7 @@ def test_a_complex_parameter_is_fitted(devices):
 
 
 def test_every_step_of_adamw_on_a_mixed_tree_keeps_dtypes_and_replicas():
-    params, opt, distances, _ = fit(
-        Replicated(), jax.devices(), tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05))
-    )
+    params, opt, distances, _ = fit(Replicated(grad_clip=1.0), jax.devices(), tx=optax.adamw(0.05))
     assert distances[-1] < 1e-2 * distances[0]
     assert {k: v.dtype for k, v in params.items()} == {k: v.dtype for k, v in TARGET.items()}
     assert_replicated((params, opt))
@@ -128,7 +126,7 @@ def test_without_conjugation_the_fit_diverges(monkeypatch):
 
 
 def test_without_the_mean_the_replicas_drift_apart(monkeypatch):
-    monkeypatch.setattr(sync, "pmean_complex_safe", lambda tree, axis_name: tree)
+    monkeypatch.setattr(sync, "pmean_complex_safe", lambda tree: tree)
     params, *_ = fit(Replicated(), jax.devices(), steps=3)
     with pytest.raises(AssertionError, match="differs between"):
         assert_replicated(params)
@@ -138,12 +136,12 @@ def test_the_norm_is_that_of_the_mean_gradient_before_clipping():
     devices = jax.devices()
     grads = {"z": values("complex64", 8), "w": values("float32", 8)}
     params = jax.tree.map(lambda g: np.zeros_like(g[0]), grads)
-    strategy, tx = Replicated(), optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
+    strategy, tx = Replicated(grad_clip=0.01), optax.sgd(1.0)
 
     def step(grads, params, opt):
-        return strategy.apply(tx, grads, params, opt)
+        return strategy.apply(tx, strategy.reduce(grads), params, opt)
 
-    state = replicate((params, strategy.init(tx, params)), devices)
+    state = replicate(strategy.init(tx, params, 0), devices)
     params, _, norm = spmd(step, devices)(per_device(grads, devices), *state)
     means = [g.astype(np.complex128).mean(axis=0) for g in grads.values()]
     expected = np.sqrt(sum((np.abs(mean) ** 2).sum() for mean in means))
@@ -161,16 +159,70 @@ def test_one_device_and_eight_take_the_same_step():
         def loss(params):
             return jnp.mean(jnp.abs(x @ params["z"] - 1j) ** 2)
 
-        params, opt, _ = strategy.apply(tx, jax.grad(loss)(params), params, opt)
+        params, opt, _ = strategy.apply(tx, strategy.reduce(jax.grad(loss)(params)), params, opt)
         return params, opt
 
     results = []
     for count in (1, 2, 8):
         devices = jax.devices()[:count]
-        state = replicate((params, strategy.init(tx, params)), devices)
+        state = replicate(strategy.init(tx, params, 0), devices)
         x = per_device(batch.reshape(count, -1, 2), devices)
         for _ in range(3):
             state = spmd(step, devices)(*state, x)
         results.append(unreplicate(state[0])["z"])
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
     np.testing.assert_allclose(results[2], results[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 100.0])
+def test_clipping_is_that_of_optax(limit):
+    tree = {"z": jnp.array([3 + 4j], jnp.complex64), "w": jnp.array([12.0])}
+    want = optax.clip_by_global_norm(limit).update(tree, optax.EmptyState())[0] if limit else tree
+    got = clip_by_norm(tree, global_norm(tree), limit)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    assert got["z"].dtype == jnp.complex64
+
+
+def test_the_mean_on_the_host_is_that_of_the_devices():
+    """And no program of it holds a collective."""
+    devices = jax.devices()
+    grads = {name: values(name, 8) for name in ("float32", "bfloat16", "complex64")}
+    check(grads, replicate(host_mean(per_device(grads, devices)), devices))
+
+    def backward(state, batch):
+        return batch, {"batch_stats": state}, batch["float32"].sum()
+
+    def finish(state, sums, grads, shared, own):
+        return (grads, shared), sums + own
+
+    results = []
+    for strategy in (Replicated(), HostMean()):
+        state, sums = per_device((grads["float32"], values("float32", 8, seed=1)[:, 0, 0]), devices)
+        results.append(strategy.program(backward, finish, devices)(state, sums, per_device(grads, devices)))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert a.dtype == b.dtype
+        tolerance = TOLERANCE[str(a.dtype)]
+        np.testing.assert_allclose(a.astype(complex), b.astype(complex), rtol=tolerance, atol=tolerance)
+
+
+def test_the_mean_on_the_host_holds_no_collective(monkeypatch):
+    """Each program that it compiles is looked through."""
+    programs = []
+
+    def listed(fn, devices, **options):
+        compiled = spmd(fn, devices, **options)
+
+        def call(*args):
+            programs.append(compiled.lower(*args).as_text())
+            return compiled(*args)
+
+        return call
+
+    monkeypatch.setattr(sync, "spmd", listed)
+    devices = jax.devices()
+    for strategy in (HostMean(), Replicated()):
+        programs.clear()
+        step = strategy.program(lambda s, b: (b, {}, b.sum()), lambda s, t, g, shared, own: (g, t + own), devices)
+        step(*per_device((values("float32", 8), np.zeros(8, np.float32), values("float32", 8)), devices))
+        found = [name for text in programs for name in ("all_reduce", "all_gather", "reduce_scatter") if name in text]
+        assert found == ([] if isinstance(strategy, HostMean) else ["all_reduce"])

@@ -38,7 +38,13 @@ class Norm:
         if self.kind == "layer":
             return layer_norm(self.dtype, name)
         return nn.BatchNorm(
-            not train, self.axis, momentum=0.99, epsilon=1e-5, use_fast_variance=False, dtype=self.dtype, name=name
+            not train,
+            axis_name=self.axis,
+            momentum=0.99,
+            epsilon=1e-5,
+            use_fast_variance=False,
+            dtype=self.dtype,
+            name=name,
         )
 
 
