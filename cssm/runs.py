@@ -3,8 +3,8 @@
 import itertools
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,41 @@ class Run:
         return self.directory / CHECKPOINTS
 
 
-def open_run(config: Config, typed: Mapping[str, Any]) -> Run:
+Share = Callable[[str, Callable[[], Any]], Any]
+
+
+def open_run(config: Config, typed: Mapping[str, Any], share: Share) -> Run:
     """Find the run that --resume names, or make the directory of a new one.
 
-    Raises UserError for a path that holds no run, for an existing run without --resume, and where the directory
-    cannot be made (exit code 6).
+    share(name, decide): of several processes, the first decides (parallel.job.share). Raises UserError for a path that
+    holds no run, for an existing run without --resume, and where the directory cannot be made (exit code 6).
     """
-    root = Path(config.checkpoint_dir)
+    found = share("run", lambda: _find(config, typed))
+    directory, saved = Path(found["directory"]), found["saved"]
+    if saved is not None:
+        resumed, changes = resume_config(saved, typed)
+        return Run(directory, resumed, True, tuple(changes))
     if config.resume is None:
-        return _new_run(config, root)
-    directory = _newest(root, config.run_name) if config.resume == "auto" else _at(Path(config.resume))
-    if directory is None:
-        fresh = resolve({**typed, "resume": "auto"}, {})
-        run = _new_run(fresh, root)
-        where = root / config.run_name if config.run_name else root
-        return replace(run, notes=(f"--resume auto: there is no checkpoint in {where}, so a new run starts",))
-    meta = saved_meta(directory / CHECKPOINTS)
-    resumed, changes = resume_config(meta["config"], typed)
-    return Run(directory, resumed, True, tuple(changes))
+        return Run(directory, config, False)
+    where = Path(config.checkpoint_dir, config.run_name or "")
+    note = f"--resume auto: there is no checkpoint in {where}, so a new run starts"
+    return Run(directory, _fresh(config, typed), False, (note,))
+
+
+def _find(config: Config, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """{directory, saved: the configuration of the run to resume, or None}."""
+    root = Path(config.checkpoint_dir)
+    directory = None
+    if config.resume is not None:
+        directory = _newest(root, config.run_name) if config.resume == "auto" else _at(Path(config.resume))
+    if directory is not None:
+        return {"directory": str(directory), "saved": saved_meta(directory / CHECKPOINTS)["config"]}
+    return {"directory": str(_new_directory(_fresh(config, typed), root)), "saved": None}
+
+
+def _fresh(config: Config, typed: Mapping[str, Any]) -> Config:
+    """The configuration of a new run; with --resume, `config` holds the settings of the invocation only."""
+    return config if config.resume is None else resolve({**typed, "resume": "auto"}, {})
 
 
 def _at(path: Path) -> Path:
@@ -76,9 +93,9 @@ def _steps(directory: Path) -> list[Path]:
     return [path for path in (directory / CHECKPOINTS).glob("*") if path.name.isdecimal()]
 
 
-def _new_run(config: Config, root: Path) -> Run:
+def _new_directory(config: Config, root: Path) -> Path:
     if config.run_name is None:
-        return Run(_unused_directory(config, root), config, False)
+        return _unused_directory(config, root)
     directory = root / config.run_name
     if directory.exists() and any(directory.iterdir()):
         raise UserError(
@@ -86,7 +103,7 @@ def _new_run(config: Config, root: Path) -> Run:
             f"or another --run_name"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    return Run(directory, config, False)
+    return directory
 
 
 def _unused_directory(config: Config, root: Path) -> Path:

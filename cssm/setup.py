@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ from cssm import data, models
 from cssm.config import Config, applicable, warnings_for
 from cssm.data.pipeline import Source, steps_per_epoch
 from cssm.flops import count_flops
+from cssm.recipes import scaled_lr
 from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.step import TrainState, init_state, make_optimizer, make_schedule
@@ -49,9 +50,13 @@ class Setup:
         return self.run.config
 
     def initial_state(self, index: int | jax.Array) -> TrainState:
-        """What device `index` holds of a fresh state; for `spmd`, or for its layout with jax.eval_shape."""
+        """What device `index` holds of a fresh state; for `spmd`."""
         image_shape = self.sources["train"].image_shape
         return init_state(self.model, self.tx, self.strategy, self.config, image_shape, index)
+
+    def layout(self) -> TrainState:
+        """Shapes of what each device holds, Slices where it is a part."""
+        return jax.eval_shape(lambda: self.initial_state(0))
 
 
 def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
@@ -68,7 +73,10 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
     epoch_steps = steps_per_epoch(len(sources["train"]), batching.effective)
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)
-    schedule = make_schedule(config, total_steps, _warmup_steps(config, epoch_steps, total_steps))
+    lr, note = scaled_lr(config, batching.effective)
+    if note:
+        report.line(f"note: {note}")
+    schedule = make_schedule(replace(config, lr=lr), total_steps, _warmup_steps(config, epoch_steps, total_steps))
     strategy = make_strategy(config.shard, config.sync_backend, devices, config.grad_clip)
     num_classes, bn_axis = sources["train"].num_classes, par.AXIS if config.sync_bn else None
     return Setup(

@@ -14,6 +14,14 @@ class Stopped(UserError):
     """The run was asked to stop, and everything is saved. exit_code: 130 after Ctrl-C, 143 after SIGTERM."""
 
 
+def stopped(number: int, step: int, directory: Path) -> Stopped:
+    """The exception to leave with after `step` was saved in the run `directory` because of signal `number`."""
+    name = NAMES[signal.Signals(number)]
+    return Stopped(
+        f"stopped by {name} after step {step}, which is saved; go on with --resume {directory}", 128 + number
+    )
+
+
 class StopSignals:
     """While active, the first Ctrl-C or SIGTERM is only noted in `requested`; a second Ctrl-C interrupts at once.
 
@@ -34,14 +42,6 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def stopped(self, step: int, directory: Path) -> Stopped:
-        """The exception to leave with after `step` was saved in the run `directory`."""
-        assert self.requested is not None
-        message = (
-            f"stopped by {NAMES[self.requested]} after step {step}, which is saved; go on with --resume {directory}"
-        )
-        return Stopped(message, 128 + self.requested)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:

@@ -4,7 +4,8 @@ All functions are pure and run inside `parallel.devices.spmd`, where AXIS names 
 device's share. Between the halves of a step the strategy (parallel.sync) makes one gradient of all devices'.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ from flax import struct
 
 from cssm.config import Config
 from cssm.models import in_block
-from parallel.devices import AXIS
+from parallel.devices import AXIS, sum_over_devices, unreplicate
 from parallel.sync import Replicated
 
 Tree = Any
@@ -55,6 +56,29 @@ class Sums(struct.PyTreeNode):
 
     def __add__(self, other: "Sums") -> "Sums":
         return jax.tree.map(jnp.add, self, other)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`Sums` of all devices as plain Python numbers on the host."""
+
+    loss: float
+    correct: int
+    count: int
+    grad_norm: float
+    steps: int
+
+    @classmethod
+    def of(cls, sums: Sums, devices: Sequence[jax.Device]) -> "Totals":
+        """Wait for the devices, and add up what each has seen; all processes must call it."""
+        loss, correct, count = sum_over_devices((sums.loss, sums.correct, sums.count), devices)
+        grad_norm, steps = unreplicate((sums.grad_norm, sums.steps))
+        return cls(float(loss), int(correct), int(count), float(grad_norm), int(steps))
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Loss and accuracy of an example."""
+        return {"loss": self.loss / self.count, "accuracy": self.correct / self.count}
 
 
 def normalise(images: jax.Array) -> jax.Array:

@@ -5,15 +5,16 @@ numbers. A checkpoint holds everything that the next step needs, and is never ma
 """
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import jax
+import numpy as np
 
 from cssm.checkpoint import Checkpoints
 from cssm.config import Config, UserError, applicable, resume_record, write_yaml
@@ -22,10 +23,10 @@ from cssm.meter import Meter
 from cssm.report import Reporter
 from cssm.runs import open_run
 from cssm.setup import Setup, describe, set_up
-from cssm.signals import StopSignals
-from cssm.step import Sums, TrainState, make_backward, make_eval_step, make_finish
+from cssm.signals import StopSignals, stopped
+from cssm.step import Sums, Totals, TrainState, make_backward, make_eval_step, make_finish
 from parallel import devices as par
-from parallel import sharded
+from parallel import job, sharded
 from parallel.selftest import collective_self_test
 
 # How many steps the host may be ahead of the devices: enough to hide dispatch, little enough to stop promptly.
@@ -41,49 +42,44 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
     `signals.Stopped`, with everything saved, when asked to stop.
     """
     meter = Meter()
+    _check_reached_jax(config)
     devices = par.select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
     if config.compile_cache:
         par.enable_compile_cache(Path(str(config.cache_dir)) / "xla")
-    run = open_run(config, typed or {})
+    run = open_run(config, typed or {}, job.share)
+    first_process = jax.process_index() == 0
     options = {
         "headless_stream": json_stream,
         "quiet": run.config.quiet,
         "tensorboard": run.config.tensorboard,
+        "primary": first_process,
     }
     try:
         with Reporter(run.directory, **options) as report, StopSignals() as stop:
             setup = set_up(run, devices, report)
-            with Checkpoints(run.checkpoints, run.config.max_checkpoints) as checkpoints:
+            with Checkpoints(run.checkpoints, run.config.max_checkpoints, first_process) as checkpoints:
                 loop = Loop(setup, report, checkpoints, stop, meter)
                 loop.start()
                 loop.take_steps()
                 return loop.finish()
     except (UserError, par.DeviceError):
-        run.discard_if_unused()
+        if first_process:
+            run.discard_if_unused()
         raise
 
 
-@dataclass(frozen=True)
-class Totals:
-    """`Sums` as plain Python numbers on the host."""
-
-    loss: float
-    correct: int
-    count: int
-    grad_norm: float
-    steps: int
-
-    @classmethod
-    def of(cls, sums: Sums, devices: list[jax.Device]) -> "Totals":
-        """Wait for the devices, and add up what each has seen; all processes must call it."""
-        loss, correct, count = par.sum_over_devices((sums.loss, sums.correct, sums.count), devices)
-        grad_norm, steps = par.unreplicate((sums.grad_norm, sums.steps))
-        return cls(float(loss), int(correct), int(count), float(grad_norm), int(steps))
-
-    @property
-    def means(self) -> dict[str, float]:
-        """Loss and accuracy of an example."""
-        return {"loss": self.loss / self.count, "accuracy": self.correct / self.count}
+def _check_reached_jax(config: Config) -> None:
+    """The command line sets these before jax is loaded; a Python program must, or they would do nothing."""
+    ways = "set it before jax is imported, or use the command line"
+    missing = [flag for flag in (config.xla_flags or "").split() if flag not in os.environ.get("XLA_FLAGS", "").split()]
+    if missing:
+        raise UserError(f"xla_flags {missing[0]} is not in the XLA_FLAGS variable: {ways}")
+    if config.mem_fraction and os.environ.get("XLA_CLIENT_MEM_FRACTION") != str(config.mem_fraction):
+        raise UserError(f"mem_fraction {config.mem_fraction} is not in the XLA_CLIENT_MEM_FRACTION variable: {ways}")
+    wanted = config.nproc_per_node if config.nproc_per_node != "auto" else None
+    for name, processes in (("nproc_per_node", wanted), ("num_processes", config.num_processes)):
+        if processes and int(processes) != jax.process_count():
+            raise UserError(f"{name} {processes}, but there is 1 process: several are started by the command line")
 
 
 class Loop:
@@ -99,6 +95,9 @@ class Loop:
         self.train_step = setup.strategy.program(backward, finish, setup.devices)
         self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy), setup.devices)
         self.no_sums = par.replicate(Sums.zeros(), setup.devices)
+        self.own_share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        self.highest = par.spmd(lambda number: jax.lax.pmax(number, par.AXIS), setup.devices)
+        self.asked: jax.Array | None = None
         self.state: TrainState
         self.window = self.no_sums
         self.step = 0
@@ -110,7 +109,7 @@ class Loop:
     def start(self) -> None:
         """The state before the first step: fresh, or as the newest intact checkpoint holds it; and the banner."""
         setup, report, run = self.setup, self.report, self.setup.run
-        layout = jax.eval_shape(lambda: setup.initial_state(0))
+        layout = setup.layout()
         shapes = sharded.whole_shapes(layout)
         facts = describe(setup, shapes)
         report.banner(facts)
@@ -119,8 +118,8 @@ class Loop:
         self._test_collectives(shapes)
         if run.resumed:
             with report.busy("restoring the checkpoint"):
-                state, meta, self.step, notes = self.checkpoints.restore(shapes)
-            self.best, self.saved_step = meta["best"], self.step
+                state, self.best, self.step, notes = self._restored(shapes)
+            self.saved_step = self.step
             ahead = f"going on from step {self.step} of {setup.total_steps}"
             if self.step >= setup.total_steps:
                 ahead = f"step {self.step} was the last, no step is left; a larger --epochs or --max_steps goes on"
@@ -131,7 +130,21 @@ class Loop:
             with report.busy("initialising the parameters"), self.meter.span("compile"):
                 # Each device makes its own part: nowhere need the whole state fit.
                 self.state = par.spmd(setup.initial_state, setup.devices)(par.device_indices(setup.devices))
-        write_yaml(run.directory / "config.yaml", applicable(self.config))
+        if jax.process_index() == 0:
+            write_yaml(run.directory / "config.yaml", applicable(self.config))
+
+    def _restored(self, shapes: TrainState) -> tuple[TrainState, dict[str, Any], int, list[str]]:
+        """(whole state, best metrics, step, notes) of the newest intact checkpoint, which the first process finds."""
+        found: list[TrainState] = []
+
+        def newest() -> tuple[dict[str, Any], int, list[str]]:
+            state, meta, step, notes = self.checkpoints.restore(shapes)
+            found.append(state)
+            return meta["best"], step, notes
+
+        best, step, notes = job.share("restored", newest)
+        state = found[0] if found else self.checkpoints.restore(shapes, step)[0]
+        return state, best, step, notes
 
     def _test_collectives(self, shapes: TrainState) -> None:
         """One reduction as large as the gradient's: what does not work shows here, and not as a run that hangs."""
@@ -153,6 +166,7 @@ class Loop:
             total,
             workers=config.num_workers or 0,
             prefetch=config.prefetch,
+            **self.own_share,
         )
         batches = par.prefetch_to_device(host_batches, self.setup.devices, config.prefetch)
         in_flight: deque[jax.Array] = deque()
@@ -171,10 +185,10 @@ class Loop:
                     in_flight.popleft().block_until_ready()
                 self.report.update(self.step)
                 self._after_step(first, total)
-                if self.stop.requested and self.step < total:
+                if self.step < total and (signal_number := self._agreed_signal()):
                     self._save()
                     self._wait_for_checkpoints()
-                    raise self.stop.stopped(self.step, self.setup.run.directory)
+                    raise stopped(signal_number, self.step, self.setup.run.directory)
 
     def finish(self) -> dict[str, Any]:
         """The test split, the summary, the curves."""
@@ -202,6 +216,20 @@ class Loop:
             self.state, self.window = self.train_step(self.state, self.window, batch)
             jax.block_until_ready(self.window)
         self.time_to_first_step_s = time.monotonic() - self.meter.started
+
+    def _agreed_signal(self) -> int:
+        """The number of the signal on which all processes stop after this same step; 0: they go on.
+
+        Of several processes, each tells all every few steps what it was sent, and reads what they were told the time
+        before, when the answer is there without waiting.
+        """
+        requested = int(self.stop.requested or 0)
+        if jax.process_count() == 1:
+            return requested
+        if self.step % STEPS_AHEAD:
+            return 0
+        before, self.asked = self.asked, self.highest(par.replicate(np.int32(requested), self.setup.devices))
+        return 0 if before is None else int(par.unreplicate(before))
 
     def _after_step(self, first: int, total: int) -> None:
         """What is due after this step: a log line, an evaluation, a checkpoint."""
@@ -256,10 +284,11 @@ class Loop:
         jax.block_until_ready(self.window)
         params = self.state.ema_params if self.config.ema_decay else self.state.params
         batch_size = self.setup.batching.batch_size * self.setup.batching.devices
-        sums = self.no_sums
+        own_size = batch_size // jax.process_count()
+        workers, sums = self.config.num_workers or 0, self.no_sums
         with self.report.busy(f"evaluating {split}"), self.meter.span("evaluate"):
-            ragged = eval_batches(self.setup.sources[split], batch_size, workers=self.config.num_workers or 0)
-            padded = (par.pad_and_mask(batch, batch_size) for batch in ragged)
+            ragged = eval_batches(self.setup.sources[split], batch_size, workers=workers, **self.own_share)
+            padded = (par.pad_and_mask(batch, own_size) for batch in ragged)
             with closing(par.prefetch_to_device(padded, self.setup.devices, self.config.prefetch)) as batches:
                 for batch in batches:
                     sums = self.eval_step(params, self.state.batch_stats, sums, batch)

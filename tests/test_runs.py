@@ -9,9 +9,14 @@ from cssm.config import Config, UserError, parse_args, resume_record
 from cssm.runs import open_run
 
 
+def alone(name, decide):
+    """The only process decides."""
+    return decide()
+
+
 def saved_run(root, name, step=3, **settings):
     config = Config(checkpoint_dir=str(root), run_name=name, **settings)
-    run = open_run(config, {})
+    run = open_run(config, {}, alone)
     with Checkpoints(run.checkpoints) as checkpoints:
         checkpoints.save(step, {"a": 1.0}, {"config": resume_record(config, 64, 1), "best": {}, "step": step})
     return run
@@ -19,19 +24,21 @@ def saved_run(root, name, step=3, **settings):
 
 def reopen(root, *argv):
     parsed = parse_args(["--checkpoint_dir", str(root), *argv])
-    return open_run(parsed.config, parsed.typed)
+    return open_run(parsed.config, parsed.typed, alone)
 
 
 def test_a_new_run_is_named_after_time_and_model(tmp_path):
-    run = open_run(Config(arch="vit", cssm="gated", checkpoint_dir=str(tmp_path)), {})
+    run = open_run(Config(arch="vit", cssm="gated", checkpoint_dir=str(tmp_path)), {}, alone)
     assert run.directory.parent == tmp_path and run.directory.is_dir() and not run.resumed
     assert run.directory.name.endswith("_vit_gated")
-    assert open_run(Config(arch="baseline", checkpoint_dir=str(tmp_path)), {}).directory.name.endswith("_baseline")
+    assert open_run(Config(arch="baseline", checkpoint_dir=str(tmp_path)), {}, alone).directory.name.endswith(
+        "_baseline"
+    )
 
 
 def test_two_unnamed_runs_of_one_second_have_directories_of_their_own(tmp_path):
     config = Config(checkpoint_dir=str(tmp_path))
-    assert len({open_run(config, {}).directory for _ in range(3)}) == 3
+    assert len({open_run(config, {}, alone).directory for _ in range(3)}) == 3
 
 
 def test_an_existing_run_is_refused_with_both_ways_out(tmp_path):
@@ -71,7 +78,7 @@ def test_changes_on_resume_are_told_and_a_changed_model_is_refused(tmp_path):
 
 
 def test_a_run_refused_before_it_began_leaves_nothing_behind(tmp_path):
-    run = open_run(Config(checkpoint_dir=str(tmp_path)), {})
+    run = open_run(Config(checkpoint_dir=str(tmp_path)), {}, alone)
     (run.directory / "metrics.jsonl").touch()
     run.discard_if_unused()
     assert not run.directory.exists()
@@ -87,3 +94,19 @@ def test_a_path_without_a_run_is_refused(tmp_path, inside):
         path.mkdir()
     with pytest.raises(UserError, match="there is no such path" if not inside else "there is no checkpoint in it"):
         reopen(tmp_path, "--resume", str(path))
+
+
+def test_the_first_process_decides_where_a_run_lives(tmp_path):
+    """The others take its directory, and the configuration of the run that it found, without looking themselves."""
+    told = {}
+
+    def first(name, decide):
+        told[name] = decide()
+        return told[name]
+
+    saved = saved_run(tmp_path, "old", lr=0.25).directory
+    for typed in ({"checkpoint_dir": str(tmp_path)}, {"checkpoint_dir": str(tmp_path), "resume": str(saved)}):
+        config = Config(**typed)
+        run = open_run(config, typed, first)
+        assert open_run(config, typed, lambda name, decide: told[name]) == run
+    assert run.resumed and run.directory == saved and run.config.lr == 0.25

@@ -57,8 +57,8 @@ def test_warm_up_is_in_steps_or_epochs_or_a_twentieth(warmup, steps, tmp_path):
 
 
 def test_remat_wraps_the_blocks(tmp_path):
-    assert made(tmp_path, arch="vit", remat=True, max_steps=1).model.wrap_block is nn.remat
-    assert made(tmp_path, arch="vit", max_steps=1).model.wrap_block is None
+    assert made(tmp_path, arch="vit", remat=True, max_steps=1).step_model.wrap_block is nn.remat
+    assert made(tmp_path, arch="vit", max_steps=1).step_model.wrap_block is None
 
 
 def test_devices_left_unused_are_told(tmp_path, capsys):
@@ -70,8 +70,8 @@ def test_devices_left_unused_are_told(tmp_path, capsys):
 
 def test_the_facts_add_up(tmp_path):
     setup = made(tmp_path, epochs=2, batch_size=2, global_batch_size=8)
-    state = jax.jit(setup.initial_state)()
-    facts = describe(setup, jax.eval_shape(setup.initial_state))
+    state = jax.jit(setup.initial_state)(0)
+    facts = describe(setup, setup.layout())
     assert (facts["devices"], facts["batch_size"], facts["grad_accum"], facts["effective_batch"]) == (2, 2, 2, 8)
     assert len(facts["device_table"]) == 2
     assert facts["num_params"] == sum(leaf.size for leaf in jax.tree.leaves(state.params)) > 0
@@ -86,7 +86,7 @@ def test_the_facts_add_up(tmp_path):
 
 def test_twice_the_time_steps_cost_more_of_the_same_parameters(tmp_path):
     few, many = (made(tmp_path, seq_len=steps) for steps in (2, 4))
-    few, many = (describe(setup, jax.eval_shape(setup.initial_state)) for setup in (few, many))
+    few, many = (describe(setup, setup.layout()) for setup in (few, many))
     assert few["num_params"] == many["num_params"]
     assert 1.2 < many["flops_per_image"] / few["flops_per_image"] < 2.0
 

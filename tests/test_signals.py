@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cssm.signals import StopSignals
+from cssm.signals import StopSignals, stopped
 
 
 @pytest.mark.parametrize("number,code,name", [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
@@ -17,7 +17,7 @@ def test_the_first_signal_is_only_noted(number, code, name):
         assert stop.requested is None
         os.kill(os.getpid(), number)
         assert stop.requested == number
-        error = stop.stopped(7, Path("runs/a"))
+        error = stopped(number, 7, Path("runs/a"))
     assert (error.exit_code, signal.getsignal(number)) == (code, before)
     assert str(error) == f"stopped by {name} after step 7, which is saved; go on with --resume runs/a"
 
