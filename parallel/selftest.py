@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parallel.batches import AXIS, count
-from parallel.devices import spmd
+from parallel.devices import local, spmd
 from parallel.sync import pmean_complex_safe
 
 SMALLEST_BYTES = 2**20
@@ -86,7 +86,7 @@ def nccl_version() -> str | None:
 def _measure(devices: Sequence[jax.Device], size_bytes: int) -> dict[str, Any]:
     largest = LARGEST_BYTES.get(devices[0].platform, LARGEST_BYTES["gpu"])
     elements = min(max(size_bytes, SMALLEST_BYTES), largest) // 4
-    here = [device for device in devices if device.process_index == jax.process_index()]
+    here = local(devices)
 
     def pattern(number: jax.Array | float) -> dict[str, jax.Array]:
         """What device `number` holds. As the pattern is linear in it, the mean is what device (D - 1) / 2 would."""

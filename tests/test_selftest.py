@@ -45,6 +45,8 @@ def test_a_hang_ends_at_the_timeout(hanging):
     with pytest.raises(CollectiveError, match=r"on 2 devices .* did not end within 0\.2 s.* hangs: try .*") as error:
         collective_self_test(jax.devices()[:2], 0, 0.2)
     assert "--sync_backend cpu to average on the host, or --self_test_timeout 1 if" in str(error.value)
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "collective self-test"]
+    assert waiting.daemon  # else the interpreter would wait for it at its end
 
 
 def refusing(error):
