@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import orbax.checkpoint as ocp
 
 from cssm.checkpoint import step_folder
 from cssm.checkpoint.step_folder import DamagedError, Leaves, Tree
@@ -45,7 +44,7 @@ class Checkpoints:
         if primary:
             self._prepare_directory()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+        self._checkpointer = step_folder.open_checkpointer()
 
     def __enter__(self) -> Self:
         return self

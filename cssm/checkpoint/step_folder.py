@@ -24,6 +24,14 @@ Leaves = dict[str, np.ndarray]
 FILES = "files.json"
 
 
+def open_checkpointer() -> ocp.Checkpointer:
+    """Orbax's writer and reader, for this process alone: it waits for no other, where there are several."""
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(here, {here}, barrier_sync_key_prefix=f"process_{here}")
+    options = ocp.CompositeOptions(multiprocessing_options=alone)
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=alone)
+
+
 class DamagedError(Exception):
     """The folder does not hold what was written."""
 
