@@ -18,11 +18,14 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
-    "cli": "cssm config report training hardware",
+    "cli": "cssm config memory report training hardware",
     "training": "cssm config data report checkpoint runs setup meter signals step parallel",
-    "hardware": "config report parallel",
+    "hardware": "config advice agreement memory report parallel",
+    "agreement": "config data report runs setup step parallel",
+    "memory": "config parallel",
+    "advice": "",
     "step": "config models parallel",
-    "setup": "cssm config data report runs step models flops parallel",
+    "setup": "cssm config recipes data report runs step models flops parallel",
     "meter": "",
     "signals": "config",
     "runs": "cssm config checkpoint",
@@ -56,7 +59,7 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"config", "flags", "rules", "recipes", "knobs", "data", "cli"}
+NO_JAX = {"config", "flags", "rules", "recipes", "knobs", "data", "cli", "memory", "advice"}
 # Training on generated or bundled images must run where these are not installed.
 OPTIONAL = ["array_record", "grain", "ruamel", "tensorboardX", "tensorflow", "tensorflow_datasets", "wandb"]
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cssm.report import Reporter, devices_report, read_events
+from cssm.report import Reporter, read_events
 
 RUNNING = "Running on 4 devices (multi-GPU enabled)"
 ROWS = [{"id": i, "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None} for i in range(4)]
@@ -18,6 +18,7 @@ INFO = {
     "device_table": ROWS, "devices": 4, "batch_size": 32, "grad_accum": 1, "effective_batch": 128,
     "arch": "vit", "cssm": "hgru_bi", "num_params": 123456, "flops_per_image": 12.34e6, "dataset": "digits",
     "image_shape": [16, 16, 1], "train_examples": 1258, "val_examples": 270, "test_examples": 269,
+    "shard": "none",
 }  # fmt: skip
 STEP = {"loss": 0.5, "accuracy": 0.75, "images_per_s": 1000.0}
 
@@ -217,22 +218,3 @@ def test_counted_work_is_told_to_a_pipe_at_both_ends(capsys):
 def test_progress_must_run_to_be_updated():
     with Reporter(None) as report, pytest.raises(RuntimeError, match="outside of progress"):
         report.update(1)
-
-
-def test_the_device_report(capsys, monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("SECRET", "no")
-    devices_report(ROWS)
-    out = capsys.readouterr().out
-    assert "Number of devices: 4\nDevice 0: cpu:0\n" in out
-    assert re.search(r"^python: 3\.\d+\.\d+$", out, re.MULTILINE)
-    assert re.search(r"^jax: \d+\.\d+\.\d+", out, re.MULTILINE)
-    assert "$NCCL_DEBUG: INFO" in out
-    assert "SECRET" not in out
-    stream = io.StringIO()
-    devices_report(ROWS, stream)
-    assert capsys.readouterr().out == ""
-    (event,) = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert (event["event"], event["devices"], event["device_table"]) == ("devices", 4, ROWS)
-    assert event["versions"]["jax"]
-    assert event["environment"]["NCCL_DEBUG"] == "INFO"

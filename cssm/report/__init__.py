@@ -1,13 +1,10 @@
 """What a run says: banner, running clock, progress bar, a line an evaluation; its events; its curves."""
 
 import os
-import platform
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -19,15 +16,9 @@ from rich.text import Text
 from cssm.report.events import EventLog, read_events
 from cssm.report.terminal import Bar, Task, device_lines, in_words, run_lines
 
-__all__ = ["Reporter", "devices_report", "read_events"]
+__all__ = ["RULE", "Reporter", "read_events"]
 
 RULE = "=" * 80
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-GPU_PACKAGES = (
-    "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
-    "nvidia-nccl-cu13", "nvidia-nccl-cu12",
-)  # fmt: skip
-VARIABLES = re.compile(r"CUDA_VISIBLE_DEVICES|XLA_\w+|JAX_\w+|NCCL_\w+")
 
 
 class Reporter:
@@ -85,7 +76,15 @@ class Reporter:
         flops_per_image (or None); dataset, image_shape, train_examples, val_examples, test_examples.
         """
         if self._chatty:
-            self._block("DEVICE CONFIGURATION", [*device_lines(info["device_table"]), RULE, *run_lines(info)])
+            self.block("DEVICE CONFIGURATION", [*device_lines(info["device_table"]), RULE, *run_lines(info)])
+
+    def block(self, title: str, lines: Sequence[str]) -> None:
+        """A block with a title, between rules; on a terminal narrower than those, cut or wrapped to its width."""
+        width = min(len(RULE), self._console.width) if self._live else None
+        for text in (RULE, title, RULE, *lines, RULE):
+            if text != RULE and width:
+                text = textwrap.fill(text, width, subsequent_indent="    ")
+            self.line(text[:width] if text == RULE else text)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record one event: config | step | eval | checkpoint | summary | devices | error.
@@ -105,7 +104,7 @@ class Reporter:
             )
         elif kind == "summary":
             known = [in_words(name, value) for name, value in fields.items() if value is not None]
-            self._block("RUN SUMMARY", known)
+            self.block("RUN SUMMARY", known)
 
     @contextmanager
     def busy(self, label: str) -> Iterator[Callable[[int, int], None]]:
@@ -188,14 +187,6 @@ class Reporter:
         if self._chatty and not self._live:
             self.line(text)
 
-    def _block(self, title: str, lines: Sequence[str]) -> None:
-        """Between rules; on a terminal narrower than those, everything is cut or wrapped to its width."""
-        width = min(len(RULE), self._console.width) if self._live else None
-        for text in (RULE, title, RULE, *lines, RULE):
-            if text != RULE and width:
-                text = textwrap.fill(text, width, subsequent_indent="    ")
-            self.line(text[:width] if text == RULE else text)
-
     def _live_while_needed(self) -> None:
         if not self._live:
             return
@@ -207,35 +198,3 @@ class Reporter:
     def _view(self) -> RenderableType:
         bar = self._bar
         return Group(*([bar.view(self._console.width)] if bar else []), *[task.view() for task in self._tasks])
-
-
-def devices_report(rows: Sequence[Mapping[str, Any]], json_stream: IO[str] | None = None) -> None:
-    """Print the devices (rows of parallel.devices.describe), versions, and the variables that steer them.
-
-    With json_stream: one `devices` event there, and nothing printed.
-    """
-    versions = {"python": platform.python_version(), **_versions(PACKAGES)}
-    if rows[0]["platform"] == "gpu":
-        driver = Path("/proc/driver/nvidia/version")
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", driver.read_text()) if driver.exists() else None
-        versions |= ({"NVIDIA driver": found[1]} if found else {}) | _versions(GPU_PACKAGES)
-    variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
-    if json_stream is not None:
-        EventLog(None, json_stream).write(
-            "devices",
-            {"devices": len(rows), "device_table": rows, "versions": versions, "environment": variables},
-        )
-        return
-    print(RULE, "DEVICE CONFIGURATION", RULE, *device_lines(rows), RULE, sep="\n")
-    for name, value in [*versions.items(), *((f"${name}", value) for name, value in variables.items())]:
-        print(f"{name}: {value}")
-
-
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
