@@ -12,6 +12,7 @@ from typing import IO
 
 from cssm import __version__
 from cssm.config import Config, Parsed, UserError, parse_args
+from cssm.memory import is_out_of_memory, out_of_memory
 
 BUG, USAGE, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -122,31 +123,14 @@ def explain(error: Exception, config: Config) -> tuple[int, str]:
     if origin == "parallel":
         # That package knows no exit codes; the errors that it defines are the user's mistakes.
         return USAGE, str(error)
-    if origin == "jax" and "RESOURCE_EXHAUSTED" in str(error):
-        return OUT_OF_MEMORY, _memory_advice(config)
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY, out_of_memory(config)
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         where = f" at {error.filename}" if error.filename else ""
         ways = "make room or get permission, or choose another --checkpoint_dir or --cache_dir"
         return STORAGE, f"storage failed{where}: {error.strerror}; {ways}"
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     return BUG, f"this is a bug of the program, please report it: {what}"
-
-
-def _memory_advice(config: Config) -> str:
-    batch, accum = config.batch_size, 2 * (config.grad_accum or 1)
-    if config.resume:
-        given, ways = "", ["half the --batch_size"]
-    elif batch is None:
-        given, ways = f" with --global_batch_size {config.global_batch_size}", [f"--grad_accum {accum}"]
-    elif batch == 1:
-        given, ways = " with one image per device", []
-    else:
-        halves = "" if config.global_batch_size else f" --grad_accum {accum}"
-        given = f" with {batch} images per device"
-        ways = [f"--batch_size {batch // 2}{halves} (the same effective batch)"]
-    ways += ["--bf16"] if config.dtype == "f32" else []
-    ways += ["--remat"] if not config.remat and config.arch != "simple" else []
-    return f"the device ran out of memory{given}: type {', or '.join(ways or ['a smaller --embed_dim'])}"
 
 
 def _send_error(stream: IO[str], code: int, sentence: str) -> None:

@@ -184,32 +184,14 @@ class TestExplain:
 
         assert cli.explain(DeviceError("no such device"), Config()) == (2, "no such device")
 
-    @pytest.mark.parametrize(
-        "argv, advice",
-        [
-            (
-                ["--batch_size=64"],
-                "with 64 images per device: type --batch_size 32 --grad_accum 2 (the same effective batch)",
-            ),
-            (
-                ["--batch_size=8", "--grad_accum=3"],
-                "type --batch_size 4 --grad_accum 6 (the same effective batch)",
-            ),
-            (["--batch_size=8", "--global_batch_size=64"], "type --batch_size 4 (the same effective batch)"),
-            (["--lr=1"], ", or --bf16"),
-            (["--global_batch_size=64"], "with --global_batch_size 64: type --grad_accum 2"),
-            (["--batch_size=1", "--bf16"], "with one image per device: type a smaller --embed_dim"),
-            (["--arch=vit", "--bf16", "--batch_size=1"], "type --remat"),
-            (["--resume=auto"], "type half the --batch_size"),
-        ],
-    )
-    def test_out_of_memory_advises_the_same_effective_batch(self, argv, advice):
+    @pytest.mark.parametrize("kind", ["RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"])
+    def test_out_of_memory_advises_the_same_effective_batch(self, kind):
         import jax
 
-        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
-        code, sentence = cli.explain(error, parse_args(argv).config)
+        error = jax.errors.JaxRuntimeError(f"{kind}: Out of memory allocating 9 bytes.")
+        code, sentence = cli.explain(error, parse_args(["--batch_size=64"]).config)
         assert code == 3
-        assert advice in sentence
+        assert "type --batch_size 32 --grad_accum 2 (the same effective batch)" in sentence
 
     def test_other_errors_of_the_runtime_are_bugs(self):
         import jax
