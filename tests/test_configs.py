@@ -1,19 +1,48 @@
-"""The recipes in configs/: each loads, says how to run it, and sets nothing that does not apply."""
+"""The recipes in configs/ load, say how to run them, set only what applies, and take two steps.
 
+What is in configs/launch/ ends in the command that it should, with the scheduler or the cloud played by stubs.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from cssm import train
-from cssm.config import applicable, parse_args, read_yaml
+from cssm.config import Config, applicable, parse_args, read_yaml
+from cssm.recipes import scaled_lr
+from parallel.job import Job, find_job
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted(ROOT.glob("configs/*"))
+RECIPES = sorted(ROOT.glob("configs/*.yaml"))
+LAUNCH = sorted(ROOT.glob("configs/launch/*"))
+SCRIPTS = [path for path in LAUNCH if path.suffix != ".yaml"]
+# What the guides call the recipes of 2, 4 and 8 GPUs: images per GPU, learning rate, epochs of warm-up.
+OF_GPUS = {2: (32, 2e-3, 2), 4: (32, 4e-3, 3), 8: (16, 8e-3, 5)}
+# Flags with which two steps of a recipe take seconds: on as many devices as it is meant for, the rest smaller.
+SHORT = {
+    "large": "--num_devices 4 --sync_backend auto --dtype bf16 --prefetch 4 --embed_dim 16 --depth 2 --batch_size 2",
+    "production": "--num_devices 4 --dtype bf16 --embed_dim 16 --depth 2 --global_batch_size 8",
+    **{f"gpus{n}": f"--num_devices {n}" for n in OF_GPUS},
+}
 
 
-def test_there_are_recipes_and_nothing_else():
-    assert len(RECIPES) >= 3
-    assert {path.suffix for path in RECIPES} == {".yaml"}
+def header(path):
+    return [line for line in path.read_text().splitlines() if line.startswith("#")]
+
+
+def test_there_are_recipes_and_ways_to_launch_and_nothing_else():
+    assert {*RECIPES, ROOT / "configs" / "launch"} == set(ROOT.glob("configs/*"))
+    names = "jobset.yaml run_all.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
+    assert [path.name for path in LAUNCH] == names.split()
+    assert {"nano", "large", "gpus2", "gpus4", "gpus8", *SHORT} <= {path.stem for path in RECIPES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -24,15 +53,191 @@ def test_a_recipe_loads_and_sets_only_what_applies(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_header_is_the_command_and_the_hardware(path):
-    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert header[0] == f"# python main.py --config configs/{path.name}"
-    assert "Hardware: " in " ".join(header)
+def test_the_header_is_the_command_the_hardware_and_what_was_reached(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    first, *rest = header(path)
+    command = f"# python main.py --config configs/{path.name}"
+    assert first.startswith(command)
+    parse_args(shlex.split(first)[3:])
+    assert "Hardware: " in " ".join(rest)
+    # What was reached, or the word that it was not tried.
+    assert re.search(r"accuracy \d|Not run to its end", " ".join(rest))
+
+
+@pytest.mark.parametrize("gpus", OF_GPUS)
+def test_the_recipes_of_several_gpus_keep_their_batch_rate_and_warm_up(gpus):
+    images, lr, warmup = OF_GPUS[gpus]
+    config = parse_args(["--config", str(ROOT / f"configs/gpus{gpus}.yaml")]).config
+    effective = images * gpus
+    assert config.global_batch_size == effective
+    assert scaled_lr(config, effective)[0] == pytest.approx(lr)
+    assert config.warmup_epochs == warmup
+    assert (config.weight_decay, config.epochs) == (1e-4, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_takes_two_steps(path, tmp_path):
-    short = ["--max_steps", "2", "--max_train_examples", "128", "--max_eval_examples", "16", "--num_devices", "1"]
+    short = ["--max_steps", "2", "--max_train_examples", "128", "--max_eval_examples", "16"]
+    short += SHORT.get(path.stem, "--num_devices 1").split()
     parsed = parse_args(["--config", str(path), "--checkpoint_dir", str(tmp_path), "--quiet", *short])
     assert train(parsed.config, parsed.typed)["step"] == 2
+
+
+# What is in configs/launch/
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.name)
+def test_a_way_to_launch_says_how_and_whether_it_was_run(path):
+    said = " ".join(header(path))
+    assert path.name in said
+    assert re.search(r"Not run|Rehearsed on|Run on", said)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(path):
+    assert "\nset -euo pipefail\n" in path.read_text()
+    subprocess.run(["bash", "-n", path], check=True)
+    if shutil.which("shellcheck"):
+        result = subprocess.run(["shellcheck", path], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """Puts a shell script under a name on the PATH of what `launch` starts."""
+
+    def make(name: str, script: str, folder: Path = tmp_path / "bin") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    return make
+
+
+@pytest.fixture
+def launch(tmp_path, stub):
+    """Runs a command in an environment of its own, with a `python` that only tells how it was called.
+
+    Returns the exit code, the configuration that main.py would have, and the variables that it would see.
+    """
+    seen = tmp_path / "seen"
+    stub("python", f'printf "%s\\0" "$@" >"{seen}"\nenv -0 >"{seen}.env"\nexit "${{CODE:-0}}"')
+
+    def run(command: list[str], cwd: Path = ROOT, **variables: str) -> tuple[int, Config, dict[str, str]]:
+        environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), **variables}
+        code = subprocess.run(command, cwd=cwd, env=environment).returncode
+        door, *argv = seen.read_text().split("\0")[:-1]
+        assert door == "main.py"
+        pairs = [pair.split("=", 1) for pair in Path(f"{seen}.env").read_text().split("\0")[:-1]]
+        return code, parse_args(argv).config, dict(pairs)
+
+    return run
+
+
+def job_of(config: Config, variables: dict[str, str]) -> Job:
+    """The job that main.py would join."""
+    names = ("coordinator_address", "coordinator_port", "num_processes", "process_id")
+    return find_job(variables, **{name: getattr(config, name) for name in names})
+
+
+def test_torchrun_starts_a_process_for_each_gpu(launch, stub, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    stub("torchrun", 'while [[ $1 == --* ]]; do [[ $1 == *=?* ]] || exit 9; shift; done\nexec python "$@"')
+    command = ["bash", "configs/launch/torchrun.sh", "--config", "configs/gpus2.yaml"]
+    code, config, _ = launch(command)
+    assert (code, config.global_batch_size) == (0, 64)
+
+
+@pytest.mark.parametrize("ends, requeued", [("0", False), ("143", True), ("3", False)])
+def test_slurm_goes_on_after_its_time_was_over(launch, stub, tmp_path, ends, requeued):
+    stub("srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"')
+    stub("scontrol", f'[ "$*" = "requeue 77" ] && touch "{tmp_path}/requeued"')
+    command = ["bash", "configs/launch/slurm.sbatch", "--bf16"]
+    code, config, _ = launch(command, SLURM_JOB_ID="77", CODE=ends)
+    assert (code, (tmp_path / "requeued").exists()) == (int(ends), requeued)
+    assert (config.resume, config.run_name) == ("auto", "slurm-77")
+
+
+@pytest.mark.parametrize("endpoints", ["10.0.0.1,10.0.0.2", "a:b:10.0.0.1,a:b:10.0.0.2"])
+def test_the_hosts_of_a_tpu_find_each_other(launch, stub, tmp_path, endpoints):
+    stub("gcloud", '[ "${*: -1}" != "${*: -1#--command=}" ] || exit 9\nlast=${*: -1}\nbash -c "${last#--command=}"')
+    answers = f"case $4 in */worker-network-endpoints) echo {endpoints};; */agent-worker-number) echo 1;; esac"
+    stub("curl", answers)
+    stub("python", f'exec "{tmp_path}/bin/python" "$@"', tmp_path / "cssm/.venv/bin")
+    command = ["bash", "configs/launch/tpu_vm.sh", "--arch", "vit", "--run_name", "a b"]
+    code, config, seen = launch(command, TPU="t", ZONE="z")
+    assert code == 0
+    assert job_of(config, seen) == Job("flags", 2, 1, "10.0.0.1:8476")
+    assert (config.arch, config.run_name) == ("vit", "a b")
+
+
+def test_the_pods_of_a_jobset_find_each_other(launch, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    jobset = YAML(typ="safe").load(ROOT / "configs/launch/jobset.yaml")
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (part,) = jobset["spec"]["replicatedJobs"]
+    job = part["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert (job["completionMode"], job["backoffLimit"], pod["restartPolicy"]) == ("Indexed", 0, "Never")
+    assert str(job["parallelism"]) == str(job["completions"]) == variables["WORLD_SIZE"] == "2"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    # The name of the first pod: <set>-<part>-<job>-<index>.<set>
+    name = jobset["metadata"]["name"]
+    assert variables["MASTER_ADDR"] == f"{name}-{part['name']}-0-0.{name}"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+    code, config, seen = launch(container["command"], JOB_COMPLETION_INDEX="1", **variables)
+    assert (code, config.resume, config.run_name) == (0, "auto", "large")
+    job = job_of(config, seen)
+    assert (job.kind, job.num_processes, job.process_id, job.local_count) == ("torchrun", 2, 1, 1)
+    assert job.coordinator.startswith("cssm-train-0-0.cssm:")
+    assert config.checkpoint_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_the_nodes_of_a_skypilot_task_find_each_other(launch, stub, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    task = YAML(typ="safe").load(ROOT / "configs/launch/sky.yaml")
+    assert set(task) == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
+    assert task["num_nodes"] == 2 and re.fullmatch(r"\w+:\d+", task["resources"]["accelerators"])
+    stub("python", f'exec "{tmp_path}/bin/python" "$@"', tmp_path / ".venv/bin")
+    nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    code, config, seen = launch(["bash", "-ec", task["run"]], tmp_path, **nodes, **task["envs"])
+    assert code == 0
+    assert job_of(config, seen) == Job("flags", 2, 1, "10.0.0.1:8476")
+    assert (config.preset, config.dtype) == ("base", "bf16")
+
+
+@pytest.mark.slow
+def test_everything_runs_on_whatever_is_there(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "TRAIN": "--max_steps 4 --max_train_examples 256 --max_eval_examples 32",
+        "BENCH": "--max_steps 20",
+    }
+    command = ["bash", "configs/launch/run_all.sh", str(tmp_path / "output")]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "output" / "results.json").read_text())
+    assert results["train"]["step"] == 4
+    assert results["evaluate"]["count"] == 32
+    table = results["throughput"]
+    assert [(row["devices"], row["batch_size"], row["effective_batch"]) for row in table] == [
+        (1, 32, 32),
+        (2, 32, 64),
+        (4, 32, 128),
+    ]
+    for row in table:
+        assert row["efficiency"] == pytest.approx(row["images_per_s"] / table[0]["images_per_s"] / row["devices"])
+    assert "speed-up" in result.stdout
+
+
+def test_what_fails_ends_the_script_with_its_code(launch, stub, tmp_path):
+    stub("python", "exit 3")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": "python"}
+    command = ["bash", "configs/launch/run_all.sh", str(tmp_path / "output")]
+    assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True).returncode == 3
