@@ -18,7 +18,8 @@ from ruamel.yaml import YAML
 from cssm import train
 from cssm.config import Config, applicable, parse_args, read_yaml
 from cssm.recipes import scaled_lr
-from parallel.job import Job, find_job
+from parallel.find import find_job
+from parallel.job import Job
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("configs/*.yaml"))
