@@ -43,8 +43,8 @@ def _unused(facts: Facts) -> Iterator[Finding]:
 
 
 def _others(facts: Facts) -> Iterator[Finding]:
-    """Who is on the GPUs; what was seen before this program opened them."""
-    if facts["platform"] != "gpu" or facts["gpus"] is None:
+    """Who is on the GPUs; what was seen before this program opened them. In a job the others may be its own."""
+    if facts["platform"] != "gpu" or facts["gpus"] is None or facts["processes"] > 1:
         return
     taken = [row for row in facts["gpus"] if row["used_bytes"] > NOTICED_BYTES]
     for row in facts["gpu_processes"]:

@@ -43,16 +43,16 @@ def compare(config: Config, devices: Sequence[jax.Device], report: Reporter) -> 
     images = IMAGES_PER_DEVICE * len(devices)
     tolerance = TOLERANCE.get(devices[0].platform, OTHER_TOLERANCE)
     rows = []
-    for name, model in MODELS.items():
-        common = {**SMALL, **model, **RECIPE, "platform": config.platform, "max_steps": STEPS, "num_workers": 0}
-        common |= {"global_batch_size": images, "cache_dir": config.cache_dir}
-        with report.busy(f"{name} on 1 device"):
-            one = _train(resolve(common, {}), par.local(devices)[:1])
-        with report.busy(f"{name} on {len(devices)} devices"):
+    with report.busy(f"training on 1 device and on {len(devices)}") as count:
+        for name, model in MODELS.items():
+            count(len(rows), len(MODELS))
+            common = {**SMALL, **model, **RECIPE, "platform": config.platform, "max_steps": STEPS, "num_workers": 0}
+            common |= {"global_batch_size": images, "cache_dir": config.cache_dir}
             strategy = {"shard": config.shard, "sync_backend": config.sync_backend}
+            one = _train(resolve(common, {}), par.local(devices)[:1])
             every = _train(resolve(common | strategy, {}), list(devices))
-        row = {key: _largest_difference(every[key], one[key]) for key in one}
-        rows.append({"model": name, **row, "ok": all(value <= tolerance for value in row.values())})
+            row = {key: _largest_difference(every[key], one[key]) for key in one}
+            rows.append({"model": name, **row, "ok": all(value <= tolerance for value in row.values())})
     return {
         "models": rows,
         "steps": STEPS,

@@ -21,6 +21,7 @@ def machine(n=4, **changes):
         "platform": "gpu",
         "num_devices": n,
         "local_devices": n,
+        "processes": 1,
         "devices": [{**ROW, "id": i} for i in range(n)],
         "environment": {},
         "gpus": [{**GPU, "index": i} for i in range(n)],
@@ -104,6 +105,10 @@ CASES = {
 def test_what_should_be_seen_to_is_warned_of(sentence):
     found = [text for text in warnings(machine(**CASES[sentence])) if text.startswith(sentence)]
     assert len(found) == 1
+
+
+def test_the_processes_of_a_job_are_no_strangers():
+    assert not warnings(machine(processes=2, gpu_processes=[PROCESS]))
 
 
 def test_switches_that_are_off_are_no_cause_for_a_warning():
