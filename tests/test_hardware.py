@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from parallel import selftest
 from parallel.devices import DeviceError
 from parallel.selftest import CollectiveError
 
+ROOT = Path(__file__).resolve().parents[1]
 # As nvidia-smi prints it, underlined header and all.
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
@@ -213,3 +215,39 @@ def test_a_folder_is_where_its_nearest_parent_is(tmp_path):
     assert found["free_bytes"] > 0
     assert found["filesystem"] == folder(str(tmp_path))["filesystem"]
     assert folder("/proc")["filesystem"] == ("proc" if Path("/proc/self/mounts").exists() else None)
+
+
+HANGING = """
+import sys, threading
+from parallel import selftest
+selftest._measure = lambda *_: threading.Event().wait()
+from cssm.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["devices", "train"])
+def test_collectives_that_hang_end_the_program_with_code_4(tmp_path, verb):
+    flags = [verb, "--self_test_timeout=1", "--headless"]
+    flags += [f"--checkpoint_dir={tmp_path}"] if verb == "train" else []
+    command = [sys.executable, "-c", HANGING, *flags]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 4
+    assert "did not end within 1 s" in result.stderr
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (events[-1]["event"], events[-1]["exit_code"]) == ("error", 4)
+
+
+@pytest.mark.slow
+def test_several_processes_report_once_and_agree():
+    flags = ["devices", "--nproc_per_node=2", "--parity", "--headless"]
+    variables = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "main.py", *flags]
+    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (event,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (event["processes"], event["num_devices"], event["local_devices"]) == (2, 4, 2)
+    assert [row["process"] for row in event["devices"]] == [0, 0, 1, 1]
+    assert event["self_test"]["ok"] is True
+    assert all(row["ok"] for row in event["parity"]["models"])

@@ -55,6 +55,8 @@ def test_what_is_not_known_is_said_or_left_out():
     lines = machine_lines(bare, "----")
     assert not [line for line in lines if line.startswith(("Memory in use", "$"))]
     assert lines.count("----") == 3
+    alike = machine_lines({**FACTS, "devices": FACTS["devices"][:1] * 4}, "----")
+    assert "Memory in use: 0.0 GiB of 60.0 GiB on each" in alike
     assert topology_lines(None) == ["Topology: unknown, there is no nvidia-smi to ask"]
 
 

@@ -73,8 +73,10 @@ def parity_lines(parity: Mapping[str, Any]) -> list[str]:
 
 def _in_use(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     known = [(i, row) for i, row in enumerate(rows) if row["bytes_in_use"] is not None]
-    texts = [f"device {i} {gibibytes(row['bytes_in_use'])} of {gibibytes(row['memory_bytes'])}" for i, row in known]
-    return [f"Memory in use: {', '.join(texts)}"] if texts else []
+    texts = {i: f"{gibibytes(row['bytes_in_use'])} of {gibibytes(row['memory_bytes'])}" for i, row in known}
+    if len(texts) > 1 and len(set(texts.values())) == 1:
+        return [f"Memory in use: {texts[known[0][0]]} on each"]
+    return [f"Memory in use: {', '.join(f'device {i} {text}' for i, text in texts.items())}"] if texts else []
 
 
 def _host_lines(host: Mapping[str, Any]) -> list[str]:
