@@ -28,6 +28,8 @@ from parallel.sharded import make_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "parallel.md").read_text()
+# --ntasks-per-node of srun, --shm-size of docker
+FLAGS_OF_OTHERS = ("ntasks", "shm")
 SOURCES = [*ROOT.glob("cssm/**/*.py"), *ROOT.glob("parallel/**/*.py")]
 
 
@@ -118,7 +120,7 @@ def test_every_command_is_one(monkeypatch):
 
 def test_flags_and_files_that_are_named_exist(monkeypatch):
     for name in re.findall(r"(?<!\S)`?--(?:no_)?([a-z_0-9]+)", PAGE):
-        assert name in {*KNOBS, *SHORTHANDS, "config", "ntasks"}, name
+        assert name in {*KNOBS, *SHORTHANDS, "config", *FLAGS_OF_OTHERS}, name
     for path in re.findall(r"(?:configs|parallel|cssm|docs|tests)/[\w/]+\.\w+", PAGE):
         assert (ROOT / path).exists(), path
 
