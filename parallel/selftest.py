@@ -41,12 +41,12 @@ def collective_self_test(devices: Sequence[jax.Device], size_bytes: int, timeout
     After the first of these a thread still waits for the devices: leave with os._exit.
     """
     outcome: dict[str, Any] = {}
-    failure: list[RuntimeError] = []
+    failure: list[RuntimeError | ValueError] = []
 
     def run() -> None:
         try:
             outcome.update(_measure(devices, size_bytes))
-        except RuntimeError as error:  # jax's errors are; anything else is a bug, and shows its traceback here
+        except (RuntimeError, ValueError) as error:  # of jax, of Gloo; anything else shows its traceback here
             failure.append(error)
 
     thread = threading.Thread(target=run, name="collective self-test", daemon=True)

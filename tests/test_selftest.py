@@ -56,8 +56,9 @@ def refusing(error):
     return measure
 
 
-def test_a_failure_is_told_with_its_cause(monkeypatch):
-    cause = jax.errors.JaxRuntimeError("INTERNAL: NCCL operation ncclGroupEnd() failed\nmore")
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
+def test_a_failure_is_told_with_its_cause(monkeypatch, kind):
+    cause = kind("INTERNAL: NCCL operation ncclGroupEnd() failed\nmore")
     monkeypatch.setattr(selftest, "_measure", refusing(cause))
     with pytest.raises(CollectiveError, match=r"failed \(INTERNAL: NCCL operation .* failed\): try") as error:
         collective_self_test(jax.devices()[:2], 0, 60)
