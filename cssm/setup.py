@@ -85,7 +85,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
         batching=batching,
         sources=sources,
         model=models.build(config, num_classes, bn_axis=bn_axis),
-        step_model=models.build(config, num_classes, _wrapper(config, strategy), bn_axis=bn_axis),
+        step_model=models.build(config, num_classes, wrapper(config, strategy), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
         schedule=schedule,
         strategy=strategy,
@@ -124,8 +124,8 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
     }
 
 
-def _wrapper(config: Config, strategy: Replicated) -> Callable | None:
-    """What the steps do to every block: gather its parameters, and run it again in the backward pass."""
+def wrapper(config: Config, strategy: Replicated) -> Callable | None:
+    """How the steps wrap each block (models.build): gather its parameters, and run it again in the backward pass."""
     if isinstance(strategy, ShardedParams):
         # Without remat, what was gathered in the forward pass would be kept for the backward pass.
         return lambda block: nn.remat(nn.map_variables(block, "params", trans_in_fn=gather))
