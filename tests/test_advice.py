@@ -112,7 +112,7 @@ def test_the_processes_of_a_job_are_no_strangers():
 
 
 def test_switches_that_are_off_are_no_cause_for_a_warning():
-    environment = {"NCCL_P2P_DISABLE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "true", "LD_LIBRARY_PATH": "/opt/lib"}
+    environment = {"NCCL_P2P_DISABLE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "true", "LD_LIBRARY_PATH": "lib"}
     assert not warnings(machine(environment=environment))
 
 
