@@ -1,20 +1,27 @@
 """The command line: arguments to a Config, the verb it asks for, and an exit code for every way it can end.
 
-Nothing here imports jax before the arguments are known to be right and the environment is set.
+Nothing here imports jax before the arguments are known to be right and the environment is set. For a job of several
+processes this program is its own parent: it starts the same command again, as workers, and never imports jax.
 """
 
 import errno
 import os
 import sys
 import traceback
-from collections.abc import MutableMapping
-from typing import IO
+from collections.abc import MutableMapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
+from typing import IO, NoReturn
 
 from cssm import __version__
 from cssm.config import Config, Parsed, UserError, parse_args
 from cssm.memory import is_out_of_memory, out_of_memory
+from parallel.find import find_job
+from parallel.job import Job, JobError, join, leave
+from parallel.launch import LOST_LABEL, LOST_PEER, ORDERLY, Place, Worker, enter_worker, run
+from parallel.places import local_places, place_in
 
-BUG, USAGE, OUT_OF_MEMORY, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 6, 128, 130, 141
+BUG, USAGE, OUT_OF_MEMORY, DEVICES, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 4, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -25,9 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # `>&-`: the next file to be opened would get its descriptor, and what is printed
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", closefd=False)
+    worker = enter_worker(os.environ)
     try:
         try:
-            return _dispatch(argv)
+            code = _dispatch(argv, worker)
         finally:
             sys.stdout.flush()  # here, where a failure can be caught; --help leaves by SystemExit
     except BrokenPipeError as error:
@@ -37,37 +45,97 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exception(error)
         for descriptor in (1, 2):  # Python flushes both once more when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        return UNREAD
+        code = UNREAD
+    if worker is not None:
+        return _part(code)
+    if code == DEVICES and "jax" in sys.modules:  # a device may hang, and jax would wait for it
+        _end_at_once(code)
+    return code
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str], worker: Worker | None) -> int:
     try:
         parsed = parse_args(argv)
     except UserError as error:
         return _failed(error, error.exit_code, str(error), debug="--debug" in argv)
+    if worker and worker.divided:  # it sees its own devices, and indices into all of them would mean others
+        parsed = _without(parsed, "gpus", "num_devices")
     config = parsed.config
     set_environment(config, os.environ)
-    stream = keep_stdout() if config.headless else None
-    try:
-        if stream is None and not config.quiet:
+    with ExitStack() as stack:
+        # A worker has Gloo in it, which prints too.
+        kept = stack.enter_context(keep_stdout()) if config.headless or worker else None
+        stream = kept if config.headless else None
+        if kept and not stream:
+            stack.enter_context(redirect_stdout(kept))
+        try:
+            if places := [] if worker else _places(config):
+                return _start(argv, parsed, places, stream)
+            return _work(parsed, worker, stream)
+        except BrokenPipeError:
+            raise
+        except KeyboardInterrupt:
+            print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+            return _end_at_once(INTERRUPTED) if worker else INTERRUPTED
+        except Exception as error:  # noqa: BLE001 - the outermost door: every ending becomes an exit code
+            code, sentence = explain(error, config, several=worker is not None)
+            if stream is not None and code < SIGNALLED and code != LOST_PEER:
+                _send_error(stream, code, sentence)
+            return _failed(error, code, sentence, debug=config.debug or code == BUG)
+
+
+def _without(parsed: Parsed, *names: str) -> Parsed:
+    typed = {name: value for name, value in parsed.typed.items() if name not in names}
+    return replace(parsed, config=replace(parsed.config, **dict.fromkeys(names)), typed=typed)
+
+
+def _places(config: Config) -> list[Place]:
+    """The processes to start here: those of --nproc_per_node or, as a worker, this one of a job; none without a job."""
+    wanted = config.nproc_per_node or ("auto" if config.multi_gpu == "ddp" else None)
+    devices = {"gpus": config.gpus, "num_devices": config.num_devices}
+    job = find_job(
+        os.environ,
+        coordinator_address=config.coordinator_address,
+        coordinator_port=config.coordinator_port,
+        num_processes=config.num_processes,
+        process_id=config.process_id,
+    )
+    if job is not None:
+        _check_fit(config, job)
+        return [place_in(job, os.environ, **devices)]
+    if wanted is not None:
+        return local_places(wanted, os.environ, port=config.coordinator_port, **devices)
+    if config.coordinator_port is not None and config.num_processes is None:
+        raise JobError(f"--coordinator_port {config.coordinator_port} is for several processes, and this is one alone")
+    return []
+
+
+def _check_fit(config: Config, job: Job) -> None:
+    """As rules.py does for the flags, for a job that the environment tells of."""
+    alone = {"--multi_gpu off": config.multi_gpu == "off", "--sync_backend cpu": config.sync_backend == "cpu"}
+    alone[f"--nproc_per_node {config.nproc_per_node}"] = config.nproc_per_node not in (None, "1")
+    for flag in (flag for flag, given in alone.items() if given):
+        raise JobError(
+            f"{flag} is for a process started alone, and this is one of {job.num_processes} ({job.kind}): leave it out"
+        )
+
+
+def _start(argv: Sequence[str], parsed: Parsed, places: Sequence[Place], stream: IO[str] | None) -> int:
+    """Start this command again, as workers, and see them through."""
+    config, job = parsed.config, places[0].job
+    if stream is None and not config.quiet and job.process_id == 0:
+        print(_opening(parsed, f"{job.num_processes} processes, "), flush=True)
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # the interpreter's options and the script
+    command = [sys.executable, *before, *argv]
+    return run(command, places, config.heartbeat_timeout, verbose=config.debug, stdout=stream)
+
+
+def _work(parsed: Parsed, worker: Worker | None, stream: IO[str] | None) -> int:
+    if worker is None:
+        if stream is None and not parsed.config.quiet:
             print(_opening(parsed), flush=True)
-        return _run(parsed, stream)
-    except BrokenPipeError:
-        raise
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the outermost door: every ending becomes an exit code
-        code, sentence = explain(error, config)
-        if stream is not None and code < SIGNALLED:
-            _send_error(stream, code, sentence)
-        return _failed(error, code, sentence, debug=config.debug or code == BUG)
-    finally:
-        if stream is not None:
-            stream.close()
-
-
-def _run(parsed: Parsed, stream: IO[str] | None) -> int:
+    else:
+        join(worker.job, parsed.config.heartbeat_timeout)
     if parsed.verb == "devices":
         from cssm.hardware import show_devices
 
@@ -79,7 +147,24 @@ def _run(parsed: Parsed, stream: IO[str] | None) -> int:
     return 0
 
 
-def _opening(parsed: Parsed) -> str:
+def _part(code: int) -> int:
+    """Leave the job, where all processes end like this one; otherwise end at once, as the others may never answer."""
+    if code in ORDERLY:
+        try:
+            leave()
+        except RuntimeError as error:
+            code = _failed(error, LOST_PEER, f"at the end: {error}", debug=False)
+    return code if code in ORDERLY else _end_at_once(code)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Without what Python and jax do at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _opening(parsed: Parsed, processes: str = "") -> str:
     """The first line on the screen, printed before jax, which takes a second or two, is loaded."""
     config, what = parsed.config, parsed.verb
     if config.resume:
@@ -87,7 +172,7 @@ def _opening(parsed: Parsed) -> str:
     elif what == "train":
         model = config.arch if config.arch == "baseline" else f"{config.arch} {config.cssm}"
         what = f"{model} on {config.dataset}"
-    return f"cssm {__version__}: {what}; loading JAX ..."
+    return f"cssm {__version__}: {what}; {processes}loading JAX ..."
 
 
 def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:
@@ -115,16 +200,18 @@ def keep_stdout() -> IO[str]:
     return stream
 
 
-def explain(error: Exception, config: Config) -> tuple[int, str]:
-    """The exit code of an error, and the sentence that says what to do about it."""
+def explain(error: Exception, config: Config, several: bool = False) -> tuple[int, str]:
+    """The exit code of an error, and the sentence that says what to do about it; several: in a job of processes."""
     origin = type(error).__module__.split(".")[0]
     if isinstance(error, UserError):
         return error.exit_code, str(error)
     if origin == "parallel":
-        # That package knows no exit codes; the errors that it defines are the user's mistakes.
-        return USAGE, str(error)
+        # The errors that it defines: a ValueError is the user's mistake; otherwise devices or processes failed.
+        return getattr(error, "exit_code", DEVICES if isinstance(error, RuntimeError) else USAGE), str(error)
     if is_out_of_memory(error):
         return OUT_OF_MEMORY, out_of_memory(config)
+    if several and (origin in ("jax", "jaxlib") or "Gloo" in str(error)):  # Gloo's errors come as ValueError
+        return LOST_PEER, str(error).splitlines()[0]
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         where = f" at {error.filename}" if error.filename else ""
         ways = "make room or get permission, or choose another --checkpoint_dir or --cache_dir"
@@ -144,5 +231,7 @@ def _failed(error: Exception, code: int, sentence: str, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     label = "" if code > SIGNALLED else "error: "  # to be stopped is no error
+    if code == LOST_PEER:  # the parent says what became of the others
+        label = LOST_LABEL
     print(f"{label}{sentence}".replace("\n", " "), file=sys.stderr, flush=True)
     return code

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from parallel.job import JOIN_TIMEOUT_S, Job, LaunchError
 
@@ -27,6 +27,8 @@ WORKER = "CSSM_WORKER"
 """The variable that tells a process that a parent of this kind started it, and its job, as JSON."""
 LOST_PEER = 104
 """Exit code of a process that could not go on because another was lost; only its parent sees it."""
+LOST_LABEL = "lost another process: "
+"""Begins the line in which that process tells its parent why."""
 ORDERLY = (0, 5, 130, 143)
 """Exit codes of endings that all processes share."""
 _OWN = (1, 2, 3, 4, 5, 6, 130, 141, 143)
@@ -90,16 +92,24 @@ class Place:
     stderr_shown: bool = True
 
 
-def run(command: Sequence[str], places: Sequence[Place], heartbeat_timeout: int, verbose: bool = False) -> int:
+def run(
+    command: Sequence[str],
+    places: Sequence[Place],
+    heartbeat_timeout: int,
+    *,
+    verbose: bool = False,
+    stdout: IO[str] | None = None,
+) -> int:
     """Run `command` in every place, until all have ended; the exit code, 0 if it is that of all.
 
     Ctrl-C and SIGTERM are passed on. When a process fails, dies, or is stopped for heartbeat_timeout seconds, all are
     ended. What it says itself, the sentence of process 0, is not said again: then its code is returned. Raises
-    LaunchError for everything else. verbose: show what jax and Gloo print.
+    LaunchError for everything else. verbose: show what jax and Gloo print. stdout: of process 0, instead of this one's.
     """
     with _signals() as received:
-        children = [_Child(command, place, verbose) for place in places]
+        children: list[_Child] = []
         try:
+            children.extend(_Child(command, place, verbose, stdout) for place in places)
             _wait(children, received, heartbeat_timeout)
             failure = _first_failure(children)
             _end(children)
@@ -112,14 +122,14 @@ def run(command: Sequence[str], places: Sequence[Place], heartbeat_timeout: int,
 class _Child:
     """A process, and the last lines of what it printed on stderr."""
 
-    def __init__(self, command: Sequence[str], place: Place, verbose: bool) -> None:
+    def __init__(self, command: Sequence[str], place: Place, verbose: bool, stdout: IO[str] | None) -> None:
         self.job, self.shown, self._verbose = place.job, place.stderr_shown, verbose
         told = {"job": asdict(place.job), "divided": bool(place.environ), "parent": os.getpid()}
         self.process = subprocess.Popen(
             command,
             env={**os.environ, **place.environ, WORKER: json.dumps(told)},
             stdin=subprocess.DEVNULL,
-            stdout=None if place.job.process_id == 0 else subprocess.DEVNULL,
+            stdout=stdout if place.job.process_id == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C at the terminal reaches the parent alone
         )
@@ -163,15 +173,18 @@ class _Child:
 
     def _pump(self) -> None:
         assert self.process.stderr is not None
-        muted = False
-        for raw in self.process.stderr:
-            line = raw.decode(errors="replace")
-            self.lines.append(line)
-            muted = muted or _FATAL.match(line) is not None
-            noise = line.startswith(_CHATTER) or (muted and not line.startswith("error: "))
-            if self.shown and (self._verbose or not noise):
-                sys.stderr.write(line)
-                sys.stderr.flush()
+        with self.process.stderr as stream:
+            muted = False
+            for raw in stream:
+                line = raw.decode(errors="replace")
+                chatter = line.startswith(_CHATTER)
+                if not chatter:
+                    self.lines.append(line)
+                muted = muted or _FATAL.match(line) is not None
+                noise = chatter or line.startswith(LOST_LABEL) or (muted and not line.startswith("error: "))
+                if self.shown and (self._verbose or not noise):
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
 
 
 class _Received:
@@ -269,6 +282,8 @@ def _verdict(child: _Child, code: int | None, asked: int | None, timeout: int) -
             _print_lines(child)
         reason = said[-1].removeprefix("error: ").strip() if said else f"it ended with exit code {code}"
         raise LaunchError(f"{child.name} failed first: {reason}", code)
+    if sys.stdout.isatty():
+        print("\x1b[?25h", flush=True)  # its progress bar may have hidden the cursor
     resume = "what was saved is intact, go on with --resume auto"
     if code is None:
         what = f"{child.name} was stopped, by SIGSTOP or Ctrl-Z, and did not go on"
@@ -278,21 +293,21 @@ def _verdict(child: _Child, code: int | None, asked: int | None, timeout: int) -
         what = f"{child.name} was killed by {_signal_name(-code)}"
     else:
         what = f"{child.name} ended with exit code {code}"
-    if not (child.shown or code is None or child.aborted_by_jax):
+    if not (child.shown or code in (None, LOST_PEER) or child.aborted_by_jax):
         _print_lines(child)
     raise LaunchError(f"{what}; {resume}", _LOST)
 
 
 def _reason(child: _Child, timeout: int) -> str:
-    """In words, from what jax printed before it aborted."""
-    text = "".join(child.lines)
-    if silent := re.search(r"stopped sending heartbeats\):\n([\d, \n]+)", text):
-        return f"process {', '.join(silent[1].split())} died or did not answer for {timeout} s"
+    """In words: what it said itself, or what jax printed before it aborted."""
+    text, own = "".join(child.lines), str(child.job.process_id)
+    if said := re.search(rf"^{LOST_LABEL}(.*)", text, re.MULTILINE):
+        return said[1]
     if "RegisterTask" in text:
         return f"not all {child.job.num_processes} processes joined within {JOIN_TIMEOUT_S} s"
-    if _ABORT in text and child.job.process_id:
-        return f"process 0 died or did not answer for {timeout} s"
-    return "one of them died or did not answer"
+    silent = re.search(r"stopped sending heartbeats\):\n([\d, \n]+)", text)
+    others = [number for number in re.findall(r"\d+", silent[1]) if number != own] if silent else ["0"]
+    return f"process {' and '.join(others)} died or did not answer for {timeout} s"
 
 
 def _print_lines(child: _Child) -> None:

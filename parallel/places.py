@@ -120,7 +120,8 @@ def _shares(devices: Sequence[str], count: int) -> list[list[str]]:
         fits = [str(k) for k in range(1, n + 1) if n % k == 0]
         numbers = f"{', '.join(fits[:-1])} or {fits[-1]}" if fits[1:] else fits[0]
         fewer = f", or type --num_devices {n - n % count}" if n > count else ""
-        raise JobError(f"{n} devices do not divide over {count} processes: start {numbers} of them{fewer}")
+        given = "1 device does" if n == 1 else f"{n} devices do"
+        raise JobError(f"{given} not divide over {count} processes: start {numbers} of them{fewer}")
     size = n // count
     return [list(devices[i * size : (i + 1) * size]) for i in range(count)]
 

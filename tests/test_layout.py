@@ -18,7 +18,7 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
-    "cli": "cssm config memory report training hardware",
+    "cli": "cssm config memory report training hardware parallel",
     "training": "cssm config data report checkpoint runs setup meter signals step parallel",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
@@ -60,6 +60,8 @@ TOP_LEVEL = {
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"config", "flags", "rules", "recipes", "knobs", "data", "cli", "memory", "advice"}
+# What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
+PARENT = {"parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
 OPTIONAL = ["array_record", "grain", "ruamel", "tensorboardX", "tensorflow", "tensorflow_datasets", "wandb"]
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
@@ -94,6 +96,11 @@ def imports(tree: ast.AST, top_only: bool = False) -> Iterator[str]:
             yield from imports(node, top_only)
 
 
+def belongs(name: str, modules: set[str]) -> bool:
+    """Whether an imported name is one of the modules, or something in one."""
+    return name in modules or name.rpartition(".")[0] in modules
+
+
 # Each guard takes (module, tree) and yields one sentence for each violation.
 
 
@@ -110,6 +117,8 @@ def import_order(module: str, tree: ast.AST) -> Iterator[str]:
             there = part(name) if part(name) in MAY_IMPORT or not name.startswith("cssm.") else "cssm"
             if there != here and there not in MAY_IMPORT[here].split():
                 yield f"{here} imports {name}"
+            elif (here == "cli" or module in PARENT) and there == "parallel" and not belongs(name, PARENT):
+                yield f"{module} imports {name}, which is not for a parent"
 
 
 def one_pmap(module: str, tree: ast.AST) -> Iterator[str]:
@@ -142,8 +151,9 @@ def public_docstrings(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def no_jax(module: str, tree: ast.AST) -> Iterator[str]:
-    if part(module) in NO_JAX:
-        found = {name.split(".")[0] for name in imports(tree, top_only=part(module) == "cli")} & JAX
+    if part(module) in NO_JAX or module in PARENT:
+        late = module in ("cssm.cli", "parallel.job")  # a worker's side, which runs where jax may be loaded
+        found = {name.split(".")[0] for name in imports(tree, top_only=late)} & JAX
         yield from (f"imports {name}" for name in sorted(found))
 
 
@@ -174,6 +184,8 @@ def test_sources_keep_the_rules(guard):
         (import_order, "cssm.knobs", "", "import cssm"),
         (import_order, "cssm.rules", "if TYPE_CHECKING: import cssm.config", "if x: import cssm.config"),
         (import_order, "cssm.scan", "", "import parallel"),
+        (import_order, "cssm.cli", "from parallel.job import join", "def f(): from parallel.devices import spmd"),
+        (import_order, "parallel.launch", "import parallel.job", "from parallel import sync"),
         (import_order, "cssm.config", "import cssm.config", "import cssm.cells.gated as cells"),
         (one_pmap, "parallel.devices", "jax.pmap(f)", "jax.pmap(f)\njax.pmap(g)"),
         (one_pmap, "cssm.step", "jax.jit(f)", "from jax import pmap as parallel_map"),
@@ -196,6 +208,8 @@ def test_sources_keep_the_rules(guard):
         (no_jax, "cssm.config", "import numpy", "def f():\n    import jax.numpy as jnp"),
         (no_jax, "cssm.data.images", "import numpy", "from flax import linen"),
         (no_jax, "cssm.cli", "def f():\n    import jax", "if x:\n    import jax"),
+        (no_jax, "parallel.job", "def f():\n    import jax", "import jax"),
+        (no_jax, "parallel.launch", "import json", "def f():\n    import jax"),
     ],
 )
 def test_guards_catch(guard, module, good, bad):
@@ -231,7 +245,7 @@ def imported(modules: list[str], missing: list[str]) -> set[str]:
 
 
 def test_the_command_line_config_and_data_load_no_jax():
-    modules = [name for name in map(module_name, SOURCES) if part(name) in NO_JAX | {"cssm"}]
+    modules = [name for name in map(module_name, SOURCES) if part(name) in NO_JAX | {"cssm"} or name in PARENT]
     assert not imported(modules, []) & (JAX | {"matplotlib", "sklearn", *OPTIONAL})
 
 
