@@ -16,14 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cssm import models
-from cssm.config import KNOBS, Config, parse_args
+from cssm import cli, models
+from cssm.config import KNOBS, Config, UserError, parse_args
 from cssm.flags import SHORTHANDS
 from cssm.memory import out_of_memory
 from cssm.models.blocks import Norm
 from cssm.recipes import scaled_lr
+from parallel import job
 from parallel.devices import AXIS, resolve_batch, select_devices, spmd
 from parallel.find import find_job
+from parallel.job import Job
+from parallel.places import local_places
 from parallel.sharded import make_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,10 +152,26 @@ def is_written(quote: str) -> bool:
 
 
 def mistake(function: Callable, *args: object, **options: object) -> str:
-    with pytest.raises(ValueError if function is not Config else Exception) as caught:
+    with pytest.raises((UserError, ValueError, RuntimeError)) as caught:
         function(*args, **options)
     return str(caught.value)
 
+
+def _no_coordinator() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "JOIN_TIMEOUT_S", 0)
+        return mistake(job._wait_for, Job("flags", 2, 1, "127.0.0.1:1"), "127.0.0.1", 1)
+
+
+def _started_alone() -> str:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return mistake(cli._places, Config(sync_backend="cpu"))
+
+
+FOUR_GPUS = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
 # By row: how to get what it quotes, word for word; ... stands for any words.
 PROVOKED: dict[str, Callable[[], str]] = {
@@ -164,6 +183,9 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "one-or-many": lambda: mistake(Config, multi_gpu="off", nproc_per_node="2"),
     "by-hand": lambda: mistake(Config, num_processes=2),
     "half-a-job": lambda: mistake(find_job, {"RANK": "0", "WORLD_SIZE": "2"}),
+    "started-alone": _started_alone,
+    "uneven-processes": lambda: mistake(local_places, "3", FOUR_GPUS),
+    "no-coordinator": _no_coordinator,
     "out-of-memory": lambda: out_of_memory(Config(arch="vit", batch_size=64)),
     "accuracy-differs": lambda: str(scaled_lr(Config(), 128)[1]),
     "diverges": lambda: str(scaled_lr(Config(lr_scale="linear", warmup_steps=0), 128)[1]),
