@@ -205,8 +205,9 @@ class Loop:
             "wall_s": wall_s,
             "goodput": self.meter.goodput(),
         }
-        if peaks := par.peak_bytes(self.setup.devices):
-            summary |= {"peak_bytes_per_device": max(peaks), "peak_bytes_spread": 1 - min(peaks) / max(peaks)}
+        memory = par.memory_bytes(self.setup.devices)
+        if in_use := memory["in_use"]:
+            summary |= {"peak_bytes_per_device": max(memory["peak"]), "memory_spread": 1 - min(in_use) / max(in_use)}
         self.report.event("summary", **summary)
         self.report.plots()
         return summary

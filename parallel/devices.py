@@ -34,8 +34,8 @@ __all__ = [
     "device_indices",
     "enable_compile_cache",
     "local",
+    "memory_bytes",
     "pad_and_mask",
-    "peak_bytes",
     "per_device",
     "prefetch_to_device",
     "replicate",
@@ -149,10 +149,13 @@ def describe(devices: Sequence[jax.Device]) -> list[dict[str, Any]]:
     ]
 
 
-def peak_bytes(devices: Sequence[jax.Device]) -> list[int]:
-    """The most memory that each device of this process has had in use; empty where the backend does not say (CPU)."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local(devices)]
-    return [peak for peak in peaks if peak is not None]
+def memory_bytes(devices: Sequence[jax.Device]) -> dict[str, list[int]]:
+    """{peak, in_use}: bytes of each device of this process; empty lists where the backend does not say (CPU).
+
+    The peak of the first device counts what its compiler tried out on it, unless the program came from the cache.
+    """
+    stats = [found for device in local(devices) if (found := device.memory_stats())]
+    return {"peak": [s["peak_bytes_in_use"] for s in stats], "in_use": [s["bytes_in_use"] for s in stats]}
 
 
 def spmd(

@@ -21,7 +21,7 @@ from parallel.devices import (
     assert_replicated,
     describe,
     enable_compile_cache,
-    peak_bytes,
+    memory_bytes,
     per_device,
     replicate,
     running_line,
@@ -108,9 +108,11 @@ def test_the_running_line_is_exact():
 def test_devices_are_described():
     rows = describe(jax.devices()[:2])
     assert rows == [{"id": i, "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None} for i in (0, 1)]
-    assert peak_bytes(jax.devices()) is None
-    gpus = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 7)]
-    assert peak_bytes([*gpus, jax.devices()[0]]) == 7
+    assert memory_bytes(jax.devices()) == {"peak": [], "in_use": []}
+    stats = [{"peak_bytes_in_use": n, "bytes_in_use": 1} for n in (3, 7)]
+    gpus = [SimpleNamespace(process_index=0, memory_stats=lambda found=found: found) for found in stats]
+    others = [SimpleNamespace(process_index=1), jax.devices()[0]]
+    assert memory_bytes([*gpus, *others]) == {"peak": [3, 7], "in_use": [1, 1]}
 
 
 @pytest.mark.parametrize("size", [4, 6])
@@ -218,10 +220,10 @@ def training(devices, traces):
             return (error**2).mean()
 
         grads = jax.grad(loss)(state["params"])
-        params, opt, norm = strategy.apply(tx, grads, state["params"], state["opt"])
+        params, opt, norm = strategy.apply(tx, strategy.reduce(grads), state["params"], state["opt"])
         return {"params": params, "opt": opt, "step": state["step"] + 1}, norm
 
-    host = {"params": params, "opt": strategy.init(tx, params), "step": np.int32(0)}
+    host = {"params": params, "opt": tx.init(params), "step": np.int32(0)}
     batch = shard_batch({"x": np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)}, devices)
     return host, batch, spmd(step, devices, donate_argnums=0)
 
