@@ -4,7 +4,7 @@ import re
 import zlib
 from collections.abc import Mapping
 
-from parallel.job import Job, JobError
+from parallel.job import OWN_PORTS, Job, JobError
 
 _Given = tuple[str | None, int | None]
 
@@ -122,8 +122,9 @@ def _place(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[
 
 
 def _port(*about: str) -> int:
-    """The same port in every process that is told the same; below the ports that systems give to connections."""
-    return 15000 + zlib.crc32("/".join(about).encode()) % 17000
+    """The same port in every process that is told the same."""
+    first, end = OWN_PORTS
+    return first + zlib.crc32("/".join(about).encode()) % (end - first)
 
 
 def _coordinator(given: _Given, host: str | None, port: int | None) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import signal
 import socket
 import time
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 JOIN_TIMEOUT_S = 300
+# Below those that systems give to connections: at such a one, a process that waits for another to listen could connect
+# to itself, and hold the port.
+OWN_PORTS = (15000, 32000)
 # How long a process that is done waits for the others. One that died ends the job long before, by its heartbeat.
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 
@@ -59,9 +63,11 @@ class Job:
 
 def free_port() -> int:
     """A port at which no one on this host listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while True:
+        port = random.randrange(*OWN_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def check_port(port: int) -> None:

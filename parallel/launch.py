@@ -40,8 +40,8 @@ _SETTLE_S, _ORDERLY_SETTLE_S, _GRACE_S = 1.5, 10.0, 5.0
 _KEPT_LINES = 40
 # What jax and Gloo print in C++: the first is never of interest, after the second comes nothing but more of it.
 _CHATTER = "[Gloo]"
-_FATAL = re.compile(r"[EF]\d{4} .*(coordination_service|client\.h)")
-_ABORT = "the JAX distributed service detected fatal errors"
+_FATAL = re.compile(r"[EF]\d{4} .*(coordination_service|client\.h)|terminate called .*'gloo::")
+_ABORTS = ("the JAX distributed service detected fatal errors", "gloo::")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class _Child:
 
     @property
     def aborted_by_jax(self) -> bool:
-        return self.code in (-signal.SIGABRT, 128 + signal.SIGABRT) and any(_ABORT in line for line in self.lines)
+        aborted = self.code in (-signal.SIGABRT, 128 + signal.SIGABRT)
+        return aborted and any(words in line for line in self.lines for words in _ABORTS)
 
     @property
     def name(self) -> str:
