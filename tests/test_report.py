@@ -15,7 +15,7 @@ from cssm.report import Reporter, read_events
 RUNNING = "Running on 4 devices (multi-GPU enabled)"
 ROWS = [{"id": i, "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None} for i in range(4)]
 INFO = {
-    "device_table": ROWS, "devices": 4, "batch_size": 32, "grad_accum": 1, "effective_batch": 128,
+    "device_table": ROWS, "devices": 4, "batch_size": 32, "grad_accum": 1, "effective_batch": 128, "shard": "none",
     "arch": "vit", "cssm": "hgru_bi", "num_params": 123456, "flops_per_image": 12.34e6, "dataset": "digits",
     "image_shape": [16, 16, 1], "train_examples": 1258, "val_examples": 270, "test_examples": 269,
     "shard": "none",

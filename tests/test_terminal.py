@@ -10,7 +10,7 @@ from cssm.report import terminal
 from cssm.report.terminal import Bar, Task, clock, device_lines, in_words, run_lines, si
 
 INFO = {
-    "devices": 4, "batch_size": 32, "grad_accum": 1, "effective_batch": 128,
+    "devices": 4, "batch_size": 32, "grad_accum": 1, "effective_batch": 128, "shard": "none",
     "arch": "vit", "cssm": "hgru_bi", "num_params": 1234567, "flops_per_image": 12.34e6,
     "dataset": "digits", "image_shape": (16, 16, 1),
     "train_examples": 1258, "val_examples": 270, "test_examples": 269,
@@ -97,6 +97,7 @@ def test_the_run_is_told_in_numbers():
     )
     assert one[0] == "effective batch 64 = 32 per device x 1 device x 2 accumulation"
     assert one[1] == "model: vit, 1,234,567 parameters"
+    assert "the optimizer's state is split" in run_lines({**INFO, "shard": "optimizer"})[1]
 
 
 @pytest.mark.parametrize("width", [30, 58, 60, 80, 100, 160])
