@@ -43,7 +43,7 @@ def _check_parallel(config: "Config") -> None:
     nproc, processes = config.nproc_per_node, config.num_processes or 1
     if nproc not in (None, "auto") and not (nproc.isdecimal() and int(nproc)):
         raise UserError(f"--nproc_per_node {nproc}: must be a number of processes, at least 1, or auto")
-    by_hand = {"num_processes": config.num_processes, "process_id": config.process_id}
+    by_hand: dict[str, int | str | None] = {"num_processes": config.num_processes, "process_id": config.process_id}
     by_hand["coordinator_address"] = config.coordinator_address
     given = [f"--{name} {value}" for name, value in by_hand.items() if value is not None]
     if given and (nproc or config.multi_gpu == "ddp"):

@@ -18,7 +18,6 @@ INFO = {
     "device_table": ROWS, "devices": 4, "batch_size": 32, "grad_accum": 1, "effective_batch": 128, "shard": "none",
     "arch": "vit", "cssm": "hgru_bi", "num_params": 123456, "flops_per_image": 12.34e6, "dataset": "digits",
     "image_shape": [16, 16, 1], "train_examples": 1258, "val_examples": 270, "test_examples": 269,
-    "shard": "none",
 }  # fmt: skip
 STEP = {"loss": 0.5, "accuracy": 0.75, "images_per_s": 1000.0}
 
