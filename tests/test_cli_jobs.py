@@ -115,8 +115,9 @@ def test_a_mistake_that_every_process_finds_is_told_once():
     assert [event["event"] for event in events] == ["config", "error"]
 
 
-def test_what_another_process_dies_of_is_told_in_one_event():
-    ending = "import time; time.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)"
+@pytest.mark.parametrize("first", ["time.sleep(60)", "time.sleep(0.2); raise ValueError('Gloo all-reduce failed')"])
+def test_what_another_process_dies_of_is_told_in_one_event(first):
+    ending = f"import time\n    if rank: os.kill(os.getpid(), 9)\n    {first}"
     result = run("--nproc_per_node=2", "--headless", ending=ending)
     assert result.returncode == 4
     events = [json.loads(line) for line in result.stdout.splitlines()]

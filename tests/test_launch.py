@@ -109,6 +109,8 @@ def test_what_process_0_says_itself_is_not_said_again(by_rank, code, shown, capf
         ([f"say('{LOST_LABEL}read error', {LOST_PEER})"], 4, "process 0 of 1 lost the others: read error", ""),
         (["stay()", f"say('{LOST_LABEL}x', {LOST_PEER})"], 4, "process 1 of 2 lost the others: x", ""),
         (["abort('... fatal errors. RPC: RegisterTask')", "stay()"], 4, "process 0 of 2 was killed by SIGABRT", "..."),
+        (["say('error: x', 4)", "say('error: no room', 3)"], 3, "process 1 of 2 failed first: no room", "error: x"),
+        (["say('error: x', 4)", "die(signal.SIGSTOP)"], 4, "process 1 of 2 was stopped, by SIGSTOP or Ctrl-Z", ""),
         (["sys.exit(77)", "stay()"], 4, "process 0 of 2 ended with exit code 77", ""),
     ],
 )
@@ -197,6 +199,8 @@ COUNTING = """
 import os, sys, time
 from parallel import launch
 from parallel.job import Job
+if "no prctl" in sys.argv:
+    launch.sys.platform = "other"
 worker = launch.enter_worker(os.environ)
 if worker is None:
     command = [sys.executable, "-c", sys.argv[1], *sys.argv[1:]]
@@ -212,9 +216,9 @@ for i in range(100000):
 
 
 @pytest.fixture
-def counting(tmp_path):
+def counting(tmp_path, request):
     """(parent, pid of its worker, the worker's growing file)."""
-    command = [sys.executable, "-c", COUNTING, COUNTING, str(tmp_path)]
+    command = [sys.executable, "-c", COUNTING, COUNTING, str(tmp_path), getattr(request, "param", "")]
     parent = subprocess.Popen(command, cwd=ROOT)
     wait_for(tmp_path / "up")
     pid = int((tmp_path / "up").read_text())
@@ -238,7 +242,7 @@ def until(condition) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("counting, stopped", [("", False), ("", True), ("no prctl", False)], indirect=["counting"])
 def test_a_worker_ends_with_its_parent(counting, stopped):
     parent, pid, _ = counting
     if stopped:
