@@ -225,7 +225,11 @@ def counting(tmp_path, request):
     yield parent, pid, tmp_path / "count"
     parent.kill()
     parent.wait()
-    until(lambda: state(pid) in "ZX")
+    try:
+        until(lambda: state(pid) in "ZX")
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def state(pid: int) -> str:
