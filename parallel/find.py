@@ -86,8 +86,10 @@ def _by_open_mpi(environ: Mapping[str, str], given: _Given) -> Job | None:
     found = re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri)
     host = "127.0.0.1" if count == size else (found[1] or f"[{found[2]}]") if found else environ.get("MASTER_ADDR")
     name = uri or environ.get("PMIX_NAMESPACE", "")
-    if not (host or given[0]) or not (name or given[1]):
-        raise JobError("mpirun does not tell where process 0 is: type --coordinator_address and --coordinator_port")
+    if not (host or given[0]):
+        raise JobError("mpirun does not tell where process 0 is: type mpirun -x MASTER_ADDR=HOST with its host")
+    if not (name or given[1]):
+        raise JobError("mpirun does not name the job: type --coordinator_port too, the same for every process")
     return Job("openmpi", size, rank, _coordinator(given, host, _port(name)), local, count)
 
 

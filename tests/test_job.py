@@ -62,10 +62,10 @@ job.leave()
 def test_all_processes_get_what_process_0_decides_or_why_it_could_not(kind, attributes, code):
     port = str(free_port())
     program = [sys.executable, "-c", MEMBER.format(kind=kind, attributes=attributes)]
-    members = [
-        subprocess.Popen([*program, str(i), port], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(3)
-    ]
+    # A proxy that is named but not there must not be asked for the way to a process.
+    options = {"cwd": ROOT, "env": {**os.environ, "http_proxy": "http://127.0.0.1:9"}, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    members = [subprocess.Popen([*program, str(i), port], **options) for i in range(3)]
     outputs = [member.communicate(timeout=200) for member in members]
     assert [member.returncode for member in members] == [0, 0, 0], outputs
     common = [[0, "first"], {"rank": 0}]
