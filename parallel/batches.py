@@ -9,12 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from parallel.choice import DeviceError, count
+
 AXIS = "devices"
 """Name of the device axis, for collectives and for every sharding: one name, or the step compiles twice."""
-
-
-class DeviceError(ValueError):
-    """A mistake of the user about devices or batch sizes: one sentence, fit to be printed."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,6 @@ def resolve_batch(
     if batch_size is None:
         return Batching(factor, devices, grad_accum or 1)
     return Batching(batch_size, devices, factor)
-
-
-def count(devices: int) -> str:
-    """`1 device`, `4 devices`."""
-    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def pad_and_mask(batch: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:

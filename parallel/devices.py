@@ -15,8 +15,6 @@ import numpy as np
 from parallel.batches import (
     AXIS,
     Batching,
-    DeviceError,
-    count,
     device_sharding,
     local,
     pad_and_mask,
@@ -24,6 +22,7 @@ from parallel.batches import (
     resolve_batch,
     shard_batch,
 )
+from parallel.choice import DeviceError, count, narrowed
 
 __all__ = [
     "AXIS",
@@ -74,22 +73,10 @@ def select_devices(
             f"the processes have {' or '.join(map(str, sorted(sizes)))} devices: each needs as many, "
             f"type --num_devices {least}"
         )
-    return [device for devices in visible for device in _narrowed(devices, gpus, num_devices, single)]
-
-
-def _narrowed(
-    visible: list[jax.Device], gpus: str | Sequence[int] | None, num_devices: int | None, single: bool
-) -> list[jax.Device]:
-    chosen = visible if gpus is None else [visible[i] for i in _indices(gpus, len(visible))]
-    if num_devices is not None:
-        if gpus is not None and num_devices != len(chosen):
-            raise DeviceError(f"--num_devices {num_devices} contradicts the {len(chosen)} of --gpus: type one of them")
-        if not 1 <= num_devices <= len(chosen):
-            raise DeviceError(f"--num_devices {num_devices}: {count(len(chosen))} visible, type 1 to {len(chosen)}")
-        chosen = chosen[:num_devices]
-    if single and len(chosen) > 1 and not (gpus is None and num_devices is None):
-        raise DeviceError(f"--multi_gpu off uses one device, not the {len(chosen)} asked for: type one of the two")
-    return chosen[:1] if single else chosen
+    chosen = [narrowed(devices, gpus, num_devices) for devices in visible]
+    if single and len(chosen[0]) > 1 and not (gpus is None and num_devices is None):
+        raise DeviceError(f"--multi_gpu off uses one device, not the {len(chosen[0])} asked for: type one of the two")
+    return [device for devices in chosen for device in (devices[:1] if single else devices)]
 
 
 def _check_platform(platform: str) -> None:
@@ -111,20 +98,6 @@ def _check_platform(platform: str) -> None:
             "this machine has an NVIDIA GPU, but jax can use the CPU only: install the gpu extra "
             "(pip install 'cssm[gpu]'), or type --platform cpu"
         )
-
-
-def _indices(gpus: str | Sequence[int], visible: int) -> list[int]:
-    words = gpus.split(",") if isinstance(gpus, str) else [str(i) for i in gpus]
-    typed = f"--gpus {','.join(words)}"
-    if not words or not all(re.fullmatch(r"\s*\d+\s*", word) for word in words):
-        raise DeviceError(f"{typed}: not a list of device indices, type for example --gpus 0,1")
-    indices = [int(word) for word in words]
-    exist = "0" if visible == 1 else f"0 to {visible - 1}"
-    if missing := [i for i in indices if i >= visible]:
-        raise DeviceError(f"{typed}: there is no device {missing[0]}, the visible devices are {exist}")
-    if len(set(indices)) != len(indices):
-        raise DeviceError(f"{typed}: a device is named twice, type each index once ({exist} are visible)")
-    return indices
 
 
 def running_line(devices: Sequence[jax.Device]) -> str:

@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
+from parallel.choice import narrowed
 from parallel.job import Job, JobError, check_port, free_port
 from parallel.launch import Place
 
@@ -23,14 +24,15 @@ def local_places(
 
     processes: how many, or "auto" for one a device. gpus and num_devices narrow down the devices of the host. A CPU
     simulates as many devices as JAX_NUM_CPU_DEVICES or XLA_FLAGS say: in all with "auto", else in each process.
-    Raises JobError for numbers that do not fit, LaunchError for a port that is taken; without one a free one is found.
+    Raises JobError or DeviceError for numbers that do not fit, LaunchError for a port that is taken; without one a
+    free one is found.
     """
     kind = _platform(environ)
     if kind == "tpu":
         raise JobError("one process has all the TPU chips of a host: leave --nproc_per_node and --multi_gpu ddp out")
     auto = processes == "auto"
     visible = _gpus(environ) if kind == "gpu" else _simulated(environ) * (1 if auto else int(processes))
-    chosen = _narrowed(visible, gpus, num_devices)
+    chosen = _chosen(visible, gpus, num_devices)
     count = len(chosen) if auto else int(processes)
     if count == 1:
         return []
@@ -48,14 +50,15 @@ def local_places(
 def place_in(job: Job, environ: Mapping[str, str], gpus: str | None = None, num_devices: int | None = None) -> Place:
     """The place of this process in a job that another launcher started, with its share of the visible GPUs.
 
-    Nothing is divided for a process alone on its host, nor where the launcher did it. Raises JobError.
+    Nothing is divided for a process alone on its host, nor where the launcher did it. Raises JobError or
+    DeviceError.
     """
     if job.local_count == 1 or _platform(environ) != "gpu":
         return Place(job)
     visible, on_host = _gpus(environ), environ.get("SLURM_GPUS_ON_NODE", "")
     if len(visible) == 1 or (on_host.isdecimal() and int(on_host) > len(visible)):
         return Place(job)  # bound to its own
-    chosen = _narrowed(visible, gpus, num_devices)
+    chosen = _chosen(visible, gpus, num_devices)
     # Without the number of processes on the host each takes one GPU, as they do with torch.
     shares = _shares(chosen, len(chosen) if job.local_count is None else job.local_count)
     if job.local_index >= len(shares):
@@ -93,24 +96,10 @@ def _simulated(environ: Mapping[str, str]) -> list[str]:
     return ["cpu"] * int(number)
 
 
-def _narrowed(visible: Sequence[str], gpus: str | None, num_devices: int | None) -> list[str]:
-    chosen, exist = list(visible), f"{len(visible)} visible, counted from 0"
-    if gpus is not None:
-        indices = [int(index) for index in gpus.split(",")]
-        if missing := [index for index in indices if index >= len(visible)]:
-            raise JobError(f"--gpus {gpus}: there is no device {missing[0]}, {exist}")
-        if len(set(indices)) < len(indices):
-            raise JobError(f"--gpus {gpus}: a device is named twice, type each index once")
-        chosen = [visible[index] for index in indices]
-    if num_devices is not None:
-        if gpus is not None and num_devices != len(chosen):
-            raise JobError(f"--num_devices {num_devices} contradicts the {len(chosen)} of --gpus: type one of them")
-        if num_devices > len(chosen):
-            raise JobError(f"--num_devices {num_devices}: {exist}, type 1 to {len(chosen)}")
-        chosen = chosen[:num_devices]
-    if not chosen:
+def _chosen(visible: Sequence[str], gpus: str | None, num_devices: int | None) -> list[str]:
+    if not visible:
         raise JobError("no GPU is visible: check CUDA_VISIBLE_DEVICES and the driver, or type --platform cpu")
-    return chosen
+    return narrowed(visible, gpus, num_devices)
 
 
 def _shares(devices: Sequence[str], count: int) -> list[list[str]]:

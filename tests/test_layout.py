@@ -61,7 +61,7 @@ TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"config", "flags", "rules", "recipes", "knobs", "data", "cli", "memory", "advice"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
-PARENT = {"parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
+PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
 OPTIONAL = ["array_record", "grain", "ruamel", "tensorboardX", "tensorflow", "tensorflow_datasets", "wandb"]
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
