@@ -100,6 +100,7 @@ def test_what_process_0_says_itself_is_not_said_again(by_rank, code, shown, capf
         (["stay()", "say('boom', 1)"], 1, "process 1 of 2 failed first: it ended with exit code 1", "    boom\n"),
         (["stay_stubbornly()", "die(signal.SIGKILL)"], 4, "process 1 of 2 was killed by SIGKILL", ""),
         ([f"say('{LOST_LABEL}x', {LOST_PEER})", "stay()", "die(9)"], 4, "process 2 of 3 was killed by SIGKILL", ""),
+        (["abort('gloo::EnforceNotMet')", "die(signal.SIGKILL)"], 4, "process 1 of 2 was killed by SIGKILL", ""),
         ([f"abort('{ABORT}')", "die(signal.SIGSEGV)"], 4, "process 1 of 2 was killed by SIGSEGV", ""),
         (["die(signal.SIGABRT)", f"say('{LOST_LABEL}x', {LOST_PEER})"], 4, "process 0 of 2 was killed by SIGABRT", ""),
         (["say('error: hangs', 4)", f"abort('{ABORT}')"], None, "", "error: hangs\n"),
