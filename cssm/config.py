@@ -94,7 +94,8 @@ class Config:
     seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=_CELL)
     pos_embed: str | None = _model(None, "positions; baseline takes none or learnable", choices=_POSITIONS,
         aliases=("rope_mode",), unset="by recipe")
-    norm_type: str = _model("layer", "normalisation", choices=("layer", "batch"))
+    norm_type: str = _model("layer", "normalisation of maps: over channels, the batch, each channel's map, or all of an "
+        "example", choices=("layer", "batch", "instance", "global_layer"))
     pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
     drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training",
         bounds="[0,1)", applies=_BLOCKS)

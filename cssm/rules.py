@@ -80,6 +80,11 @@ def _check_image(config: "Config") -> None:
             f"--image_size {size} is smaller than the stride of the stem, {stride} (--{cause}): "
             f"type --image_size {stride} or more, or a smaller --{cause}"
         )
+    if config.norm_type == "instance" and -(-size // stride) == 1:
+        raise UserError(
+            f"--norm_type instance leaves nothing of a map of 1x1 (--image_size {size}, stride {stride} by --{cause}): "
+            f"type --norm_type layer, or a smaller --{cause}"
+        )
     if config.stem_mode == "patch" and size % stride:
         raise UserError(
             f"--image_size {size} does not split into patches of {stride}: it must be {multiple(stride, size)}"

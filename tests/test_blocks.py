@@ -42,6 +42,17 @@ def test_batch_norm_uses_running_statistics_outside_of_training(key):
     np.testing.assert_allclose(updates["batch_stats"]["mean"], 0.01 * np.asarray(x).mean((0, 1, 2, 3)), rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind,axes", [("layer", (4,)), ("instance", (2, 3)), ("global_layer", (1, 2, 3, 4))])
+def test_a_norm_takes_its_mean_and_variance_over_its_axes(kind, axes, key):
+    x = randn(2, 3, 4, 5, 6) * 3 + 7
+    norm = blocks.Norm(kind, jnp.float32)(True, "norm")
+    variables = norm.init(key, x)
+    assert {leaf.shape for leaf in jax.tree.leaves(variables)} == {(6,)}
+    exact = np.asarray(x, np.float64)
+    want = (exact - exact.mean(axes, keepdims=True)) / np.sqrt(exact.var(axes, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(norm.apply(variables, x), want, atol=1e-5)
+
+
 def test_drop_path_drops_whole_examples_and_keeps_the_mean(key):
     x = jnp.ones((4000, 1, 1, 1, 2))
     y = np.asarray(blocks.DropPath(0.25, train=True).apply({}, x, rngs={"drop_path": key}))

@@ -74,6 +74,7 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name):
             "--sync_backend cpu does without collectives, --sync_bn",
         ),
         ({"sync_backend": "cpu", "nproc_per_node": "2"}, "--sync_backend cpu works in one process"),
+        ({"norm_type": "instance", "image_size": 2}, "--norm_type instance leaves nothing of a map of 1x1"),
         ({"image_size": 1}, "--image_size 1 is smaller than the stride of the stem, 2 (--stem_layers)"),
         ({"stem_layers": 5}, "--image_size 16 is smaller than the stride of the stem, 32 (--stem_layers)"),
         (

@@ -24,9 +24,12 @@ def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """kind "layer" over channels, or "batch" over everything else (momentum 0.99, epsilon 1e-5).
+    """A norm of maps [B, T, H, W, C], epsilon 1e-6 (batch 1e-5), with a scale and an offset for each channel.
 
-    axis: the device axis over which batch statistics are taken; None: each device's own.
+    kind "layer": over channels. "instance": over H and W, each channel and step by itself. "global_layer": over T, H, W
+    and C together, so that a later frame changes an earlier one. "batch": over everything but channels, with running
+    statistics (momentum 0.99) outside of training; axis: the device axis over which they are taken; None: each
+    device's own.
     """
 
     kind: str
@@ -35,17 +38,14 @@ class Norm:
 
     def __call__(self, train: bool, name: str) -> nn.Module:
         """The module; train: whether batch norm uses the batch's statistics, or the running ones."""
+        shared = {"use_fast_variance": False, "dtype": self.dtype, "name": name}
         if self.kind == "layer":
             return layer_norm(self.dtype, name)
-        return nn.BatchNorm(
-            not train,
-            axis_name=self.axis,
-            momentum=0.99,
-            epsilon=1e-5,
-            use_fast_variance=False,
-            dtype=self.dtype,
-            name=name,
-        )
+        if self.kind == "instance":
+            return nn.GroupNorm(None, 1, epsilon=1e-6, reduction_axes=(-3, -2, -1), **shared)
+        if self.kind == "global_layer":
+            return nn.LayerNorm(epsilon=1e-6, reduction_axes=(-4, -3, -2, -1), feature_axes=-1, **shared)
+        return nn.BatchNorm(not train, axis_name=self.axis, momentum=0.99, epsilon=1e-5, **shared)
 
 
 def on_frames(module: Callable, x: jax.Array) -> jax.Array:
