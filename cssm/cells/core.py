@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import dtypes
 
 from cssm import spectral
-from cssm.scan import Method
+from cssm.scan import Method, linear_scan
 from cssm.spectral import Backend, Spectrum
 
 
@@ -121,6 +123,57 @@ class StateReadout(nn.Module):
         re = spectral.total([s.re @ kernel[i] for i, s in enumerate(states)])
         im = spectral.total([s.im @ kernel[i] for i, s in enumerate(states)])
         return Spectrum(re.at[..., 0, 0, :].add(bias * (height * width)), im)
+
+
+class CausalConv(nn.Module):
+    """Depthwise convolution over a step and the `taps` - 1 before it, zeros before t = 0; its result has T steps.
+
+    x [B, T, H, W, C], or [B, 1, H, W, C] shown num_steps times.
+    """
+
+    taps: int
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, num_steps: int) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (self.taps, 1, x.shape[-1]))[:, 0]
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        if x.shape[1] == 1:  # the same input at every step: only how many taps it has reached changes
+            reached = jnp.cumsum(kernel[::-1], axis=0)[np.minimum(np.arange(num_steps), self.taps - 1)]
+            return reached[:, None, None, :] * x + bias
+        past = jnp.pad(x, ((0, 0), (self.taps - 1, 0), (0, 0), (0, 0), (0, 0)))
+        return spectral.total([kernel[i] * past[:, i : i + num_steps] for i in range(self.taps)]) + bias
+
+
+def spatial_gates(
+    names: tuple[str, ...], gate_type: str, context: jax.Array, height: int, width: int, dtype, name: str
+) -> dict[str, jax.Array]:
+    """Raw gates over pixels, made as those over frequencies are: a dict name -> [B, T, H, W, 1]. In a compact call."""
+    # FrequencyGates gives width' // 2 + 1 columns to a map of width'.
+    gates = FrequencyGates(names, gate_type, dtype=dtype, name=name)(context, height, 2 * (width - 1))
+    return {key: gate.reshape(*gate.shape[:2], height, width, 1) for key, gate in gates.items()}
+
+
+def real_scan(step: Callable, gates: Any, inputs: jax.Array, method: Method = "auto", last_only: bool = False):
+    """linear_scan with one real state: step (h, gates_t, inputs_t) -> h on real arrays [B, ...]; returns [B, T, ...].
+
+    The imaginary planes stay zero and nothing reads them, so a compiled reference scan has none.
+    """
+
+    def planes(h, g, u):
+        return (Spectrum(step(h[0].re, g, u[0].re), h[0].im),)
+
+    (state,) = linear_scan(planes, 1, gates, (Spectrum(inputs, jnp.zeros_like(inputs)),), method, last_only)
+    return state.re
+
+
+def layer_norm(dtype: jnp.dtype | None, name: str) -> nn.LayerNorm:
+    """Over channels, epsilon 1e-6.
+
+    The variance is taken about the mean: as E[x^2] - E[x]^2, Flax's default, it loses four digits after a softplus.
+    """
+    return nn.LayerNorm(epsilon=1e-6, use_fast_variance=False, dtype=dtype, name=name)
 
 
 def flatten(x_hat: Spectrum) -> Spectrum:
