@@ -12,6 +12,7 @@ import numpy as np
 from flax.linen import dtypes
 
 from cssm import spectral
+from cssm.positions import time_code
 from cssm.scan import Method, linear_scan
 from cssm.spectral import Backend, Spectrum
 
@@ -32,7 +33,7 @@ class CellOptions:
 
 
 class SpectralKernel(nn.Module):
-    """One depthwise kernel a channel, as a bounded spectrum [H * Wf, C] with |K| < 0.999.
+    """One depthwise kernel a channel, as a spectrum [H * Wf, C]; |K| < 0.999 if bounded.
 
     domain "spatial": a parameter [C, k, k], transformed at every call; "spectral": the spectrum itself is the
     parameter, complex64 [C, H, Wf] (global filters as in GFNet, Rao et al. 2021), started from the spectrum of a
@@ -41,6 +42,7 @@ class SpectralKernel(nn.Module):
 
     options: CellOptions
     kernel_init: Callable
+    bounded: bool = True
 
     @nn.compact
     def __call__(self, height: int, width: int) -> Spectrum:
@@ -57,8 +59,9 @@ class SpectralKernel(nn.Module):
 
             k = jnp.moveaxis(self.param("spectrum", init_spectrum), 0, -1)
             k_hat = Spectrum(k.real, k.imag)
-        bounded = spectral.bound_magnitude(k_hat)
-        return jax.tree.map(lambda p: p.reshape(height * (width // 2 + 1), o.channels), bounded)
+        if self.bounded:
+            k_hat = spectral.bound_magnitude(k_hat)
+        return jax.tree.map(lambda p: p.reshape(height * (width // 2 + 1), o.channels), k_hat)
 
 
 class FrequencyGates(nn.Module):
@@ -144,6 +147,67 @@ class CausalConv(nn.Module):
             return reached[:, None, None, :] * x + bias
         past = jnp.pad(x, ((0, 0), (self.taps - 1, 0), (0, 0), (0, 0), (0, 0)))
         return spectral.total([kernel[i] * past[:, i : i + num_steps] for i in range(self.taps)]) + bias
+
+
+class LogMagnitudeNorm(nn.Module):
+    """Standardise the log magnitude of a spectrum [B, T, F, C] over its frequencies and keep its phases.
+
+    L = log |z|, z -> z / |z| sqrt(H W) exp(scale (L - mean L) / std L + bias), scale and bias [C]; float32 at least.
+    sqrt(H W) is the magnitude that white noise of unit variance has. Where |z| stands here, it never falls below FLOOR:
+    a frequency without content stays without, and gradients stay finite.
+    """
+
+    FLOOR = 1e-3
+
+    @nn.compact
+    def __call__(self, z: Spectrum, num_pixels: int) -> Spectrum:
+        gain = self.param("scale", nn.initializers.ones, z.re.shape[-1:])
+        bias = self.param("bias", nn.initializers.zeros, z.re.shape[-1:])
+        z = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), z)
+        # log sqrt(re^2 + im^2 + FLOOR^2), whose squares cannot overflow; its derivative by `unit` is zero.
+        unit = jax.lax.stop_gradient(jnp.maximum(jnp.maximum(jnp.abs(z.re), jnp.abs(z.im)), self.FLOOR))
+        power = jnp.square(z.re / unit) + jnp.square(z.im / unit) + jnp.square(self.FLOOR / unit)
+        log = jnp.log(unit) + 0.5 * jnp.log(power)
+        centred = log - log.mean(axis=-2, keepdims=True)
+        spread = jax.lax.rsqrt(jnp.square(centred).mean(axis=-2, keepdims=True) + 1e-6)
+        return spectral.scale(math.sqrt(num_pixels) * jnp.exp(gain * centred * spread + bias - log), z)
+
+
+def sigmoid_gates(names: tuple[str, ...], x: jax.Array, steps: int, options: CellOptions) -> dict[str, jax.Array]:
+    """Gates [B, T, F, 1] from the mean of x over space and the time code; in a compact call, parameters "gates".
+
+    Those whose names begin with decay lie in 0.1 .. 0.99, others in 0 .. 1.
+    """
+    context = repeat_over_time(x.mean(axis=(2, 3)), steps) + time_code(steps, options.channels, x.dtype)
+    gates = FrequencyGates(names, options.gate_type, dtype=options.dtype, name="gates")
+    squashed = jax.tree.map(nn.sigmoid, gates(context, *x.shape[2:4]))
+    return {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
+
+
+def input_spectra(x: jax.Array, count: int, options: CellOptions) -> tuple[Spectrum, ...]:
+    """Project x to `count` times C channels: as many spectra [B, T, F, C]; in a compact call, parameters "input_proj".
+
+    Projecting after the transform moves C channels through it instead of `count` times C.
+    """
+    x_hat = spectral.rfft2(x, options.backend)
+    u_hat = flatten(SpectralDense(count * options.channels, options.dtype, name="input_proj")(x_hat, x.shape[3]))
+    return tuple(Spectrum(*planes) for planes in zip(*(jnp.split(p, count, axis=-1) for p in u_hat), strict=True))
+
+
+def read_out(states: tuple[Spectrum, ...], gate: jax.Array, x: jax.Array, options: CellOptions) -> jax.Array:
+    """Gate states [B, T or 1, F, C] and return them to the space and dtype of x, [B, T or 1, H, W, C].
+
+    One state is returned as it is, several are concatenated and projected to C. In a compact call, parameters
+    "output_proj". States of one step are read by the last gate.
+    """
+    height, width = x.shape[2:4]
+    gate = gate[:, -states[0].re.shape[1] :]
+    read = tuple(unflatten(spectral.scale(gate, state), height) for state in states)
+    read = jax.tree.map(lambda p: p.astype(x.dtype), read)
+    y_hat = read[0]
+    if len(read) > 1:
+        y_hat = StateReadout(options.channels, options.dtype, name="output_proj")(read, width)
+    return spectral.irfft2(y_hat, width, options.backend)
 
 
 def spatial_gates(
