@@ -1,0 +1,176 @@
+"""gdn: gated delta rule: each head keeps a d x d matrix of associations per frequency, written and erased by keys.
+
+After GatedDeltaNetCSSM of the published CSSM code and Gated DeltaNet (Yang et al. 2024), in plain complex arithmetic.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cssm import spectral
+from cssm.cells import core
+from cssm.cells.core import CellOptions
+from cssm.positions import rope, time_code
+from cssm.scan import linear_scan
+from cssm.spectral import Spectrum, add, multiply, scale
+
+# Under the square roots by which spectra are divided.
+EPSILON = 1e-6
+
+
+class GatedDeltaNet(nn.Module):
+    """x [B, T or 1, H, W, C] -> [B, T, H, W, C]; delta_key_dim d divides C: C / d heads of d x d states.
+
+    gate_type (of options): "dense", "factored" over frequencies, "channel" one gate a head, "scalar" one for all.
+    short_conv_size: taps over time of the convolution of q, k and v, followed by SiLU; 0 leaves out both.
+    output_norm: "rms", "layer" or "none". output_gate_act: "silu" or "sigmoid".
+    use_input_gates: gate k and v in space. use_spectral_l2_norm: q and k have unit norm over all frequencies.
+    qkv_conv_size: side of a depthwise convolution before the projection to q, k, v; 1 leaves it out.
+    cross_freq_conv_size: taps of a convolution of what is read along the Wf frequencies; 0 leaves it out.
+    """
+
+    options: CellOptions
+    delta_key_dim: int = 2
+    short_conv_size: int = 4
+    output_norm: str = "rms"
+    use_input_gates: bool = True
+    output_gate_act: str = "silu"
+    use_spectral_l2_norm: bool = True
+    qkv_conv_size: int = 1
+    cross_freq_conv_size: int = 0
+
+    @nn.compact
+    def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
+        o, d = self.options, self.delta_key_dim
+        if o.channels % d:
+            raise ValueError(f"delta_key_dim {d} does not divide the {o.channels} channels")
+        steps = num_steps or x.shape[1]
+        height, width = x.shape[2:4]
+        if o.rope_mode != "none":
+            x = rope(x, o.rope_mode, steps)
+
+        context = core.repeat_over_time(x.mean(axis=(2, 3)), steps) + time_code(steps, o.channels, x.dtype)
+        q, k, v = self._queries_keys_values(x, context, steps)
+        if last_only:
+            q, x = q[:, -1:], x[:, -1:]
+        q_hat, k_hat, v_hat = (self._to_heads(part) for part in (q, k, v))
+        if self.use_spectral_l2_norm:
+            q_hat, k_hat = _unit(q_hat, axis=2), _unit(k_hat, axis=2)
+        k_hat = _unit(k_hat, axis=-1)
+
+        head_options = dataclasses.replace(o, channels=o.channels // d)
+        kernel = core.SpectralKernel(head_options, core.xavier_normal_raw, name="kernel")(height, width)
+        gates = self._gates(context, height, width)
+        gates["k"] = jax.tree.map(lambda p: core.repeat_over_time(p, steps), _split(k_hat, d))
+
+        def read_row(v_row: Spectrum) -> Spectrum:
+            states = linear_scan(_step(kernel), d, gates, (v_row,), o.scan, last_only)
+            return add(*(multiply(s, q_j) for s, q_j in zip(states, _split(q_hat, d), strict=True)))
+
+        # The rows of a head's matrix move alike: under vmap whatever has no v in it is computed once for all rows.
+        y_hat = jax.vmap(read_row, in_axes=-1, out_axes=-1)(v_hat)  # [B, T, F, C / d, d]
+        y_hat = jax.tree.map(lambda p: p.reshape(*p.shape[:2], height, -1, o.channels).astype(x.dtype), y_hat)
+        if self.cross_freq_conv_size:
+            y_hat = self._cross_frequencies(y_hat)
+        y = self._normalise(spectral.irfft2(y_hat, width, o.backend))
+        act = nn.silu if self.output_gate_act == "silu" else nn.sigmoid
+        y = y * act(nn.Dense(o.channels, dtype=o.dtype, name="gate_proj")(x))
+        return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(y)
+
+    def _queries_keys_values(self, x: jax.Array, context: jax.Array, steps: int) -> list[jax.Array]:
+        """Three arrays [B, T or 1, H, W, C], in space."""
+        o, size = self.options, self.qkv_conv_size
+        if size > 1:
+            x_in = nn.Conv(o.channels, (size, size), feature_group_count=o.channels, dtype=o.dtype, name="qkv_dw")(x)
+        else:
+            x_in = x
+        qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
+        if self.short_conv_size:
+            qkv = nn.silu(core.CausalConv(self.short_conv_size, o.dtype, name="short_conv")(qkv, steps))
+        q, k, v = jnp.split(qkv, 3, axis=-1)
+        if self.use_input_gates:
+            gate_k, gate_v = self._input_gates(x, context)
+            k, v = nn.sigmoid(gate_k) * k, nn.sigmoid(gate_v) * v
+        return [q, k, v]
+
+    def _input_gates(self, x: jax.Array, context: jax.Array) -> list[jax.Array]:
+        """Raw gates of k and v, [B, T or 1, H or 1, W or 1, C or 1]."""
+        o, (height, width) = self.options, x.shape[2:4]
+        if o.gate_type == "channel":
+            return jnp.split(nn.Dense(2 * o.channels, dtype=o.dtype, name="input_gates")(x), 2, axis=-1)
+        if o.gate_type == "scalar":
+            raw = nn.Dense(2, dtype=o.dtype, name="input_gates")(context)
+            return jnp.split(raw[:, :, None, None, :], 2, axis=-1)
+        names = ("k", "v")
+        return list(core.spatial_gates(names, o.gate_type, context, height, width, o.dtype, "input_gates").values())
+
+    def _gates(self, context: jax.Array, height: int, width: int) -> dict:
+        """alpha in 0.1 .. 0.99 and beta in 0 .. 1: [B, T, F, 1], or [B, T, 1, C / d or 1]."""
+        o = self.options
+        if o.gate_type in ("channel", "scalar"):
+            count = o.channels // self.delta_key_dim if o.gate_type == "channel" else 1
+            raw = nn.Dense(2 * count, dtype=o.dtype, name="gates")(context)[:, :, None, :]
+            alpha, beta = jnp.split(raw, 2, axis=-1)
+        else:
+            raw = core.FrequencyGates(("alpha", "beta"), o.gate_type, dtype=o.dtype, name="gates")(
+                context, height, width
+            )
+            alpha, beta = raw["alpha"], raw["beta"]
+        return {"alpha": 0.1 + 0.89 * nn.sigmoid(alpha), "beta": nn.sigmoid(beta)}
+
+    def _to_heads(self, x: jax.Array) -> Spectrum:
+        """[B, T, H, W, C] -> [B, T, F, C / d, d]."""
+        x_hat = core.flatten(spectral.rfft2(x, self.options.backend))
+        return jax.tree.map(lambda p: p.reshape(*p.shape[:3], -1, self.delta_key_dim), x_hat)
+
+    def _cross_frequencies(self, y_hat: Spectrum) -> Spectrum:
+        """Convolve each plane of [B, T, H, Wf, C] along Wf, one kernel for all rows and channels."""
+
+        def conv(plane: jax.Array, name: str) -> jax.Array:
+            along = nn.Conv(1, (self.cross_freq_conv_size,), dtype=self.options.dtype, name=name)
+            return jnp.moveaxis(along(jnp.moveaxis(plane, -2, -1)[..., None])[..., 0], -1, -2)
+
+        return Spectrum(conv(y_hat.re, "cross_freq_re"), conv(y_hat.im, "cross_freq_im"))
+
+    def _normalise(self, y: jax.Array) -> jax.Array:
+        if self.output_norm == "none":
+            return y
+        if self.output_norm == "layer":
+            return core.layer_norm(self.options.dtype, "output_norm")(y)
+        return nn.RMSNorm(epsilon=EPSILON, dtype=self.options.dtype, name="output_norm")(y)
+
+
+def _split(z: Spectrum, d: int) -> tuple[Spectrum, ...]:
+    """[..., d] -> d times [...]."""
+    return tuple(Spectrum(z.re[..., j], z.im[..., j]) for j in range(d))
+
+
+def _conjugate(z: Spectrum) -> Spectrum:
+    return Spectrum(z.re, -z.im)
+
+
+def _unit(z: Spectrum, axis: int) -> Spectrum:
+    """Divide by the norm along an axis, which is taken in float32 at least."""
+    dtype = jnp.promote_types(z.re.dtype, jnp.float32)
+    power = jnp.square(z.re.astype(dtype)) + jnp.square(z.im.astype(dtype))
+    return scale(jax.lax.rsqrt(power.sum(axis, keepdims=True) + EPSILON).astype(z.re.dtype), z)
+
+
+def _step(kernel: Spectrum):
+    """One row s of every head's matrix, d states [B, F, C / d]: s <- alpha W (s - beta k (k^H s)) + beta v conj(k)."""
+
+    def step(s, g, u):
+        decay = scale(g["alpha"], kernel)
+        keys = [scale(g["beta"], k) for k in g["k"]]
+        stored = add(*(multiply(_conjugate(k), s_j) for k, s_j in zip(g["k"], s, strict=True)))
+        return tuple(
+            add(
+                multiply(decay, add(s_i, scale(-1.0, multiply(k, stored)))),
+                multiply(u[0], _conjugate(k)),
+            )
+            for k, s_i in zip(keys, s, strict=True)
+        )
+
+    return step
