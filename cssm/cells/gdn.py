@@ -82,10 +82,7 @@ class GatedDeltaNet(nn.Module):
     def _queries_keys_values(self, x: jax.Array, context: jax.Array, steps: int) -> list[jax.Array]:
         """Three arrays [B, T or 1, H, W, C], in space."""
         o, size = self.options, self.qkv_conv_size
-        if size > 1:
-            x_in = nn.Conv(o.channels, (size, size), feature_group_count=o.channels, dtype=o.dtype, name="qkv_dw")(x)
-        else:
-            x_in = x
+        x_in = core.depthwise(o, size, "qkv_dw")(x) if size > 1 else x
         qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
         if self.short_conv_size:
             qkv = nn.silu(core.CausalConv(self.short_conv_size, o.dtype, name="short_conv")(qkv, steps))
