@@ -18,6 +18,18 @@ def init(cell, key, x):
     return jax.tree.map(lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype), params)
 
 
+def nest(p):
+    """Leaves "module/leaf" -> the nested parameters of Flax, float64 where that is enabled."""
+    tree = {}
+    for path, leaf in p.items():
+        *modules, name = path.split("/")
+        place = tree
+        for module in modules:
+            place = place.setdefault(module, {})
+        place[name] = jnp.asarray(leaf)
+    return tree
+
+
 def causal(cell, key, shape=(2, 4, 8, 10, 8), last=2):
     """Frames from `last` on change no output before it, but those after."""
     x = jnp.asarray(oracle.wave_input(shape))
