@@ -1,0 +1,109 @@
+"""spatial_attn, spatiotemporal_attn: transformer blocks in a cell's place, as controls for the recurrences.
+
+docs/math.md. After the attention controls of the published CSSM code: pre-norm, layer scale, a table of positions.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cssm.cells import core
+from cssm.cells.core import CellOptions
+from cssm.positions import rope
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention of x [B, T, H, W, C] over the pixels of each frame, or over the steps of each pixel.
+
+    qkv has a bias. over: "space" or "time". last_only: queries of the last step alone; returns [B, 1, H, W, C].
+    rope_mode: turns queries and keys by their positions, frequencies running over all channels, not over each head's.
+    """
+
+    num_heads: int
+    dtype: jnp.dtype | None = None
+    over: str = "space"
+    rope_mode: str = "none"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, last_only: bool = False) -> jax.Array:
+        channels = x.shape[-1]
+        if channels % self.num_heads:
+            raise ValueError(f"{self.num_heads} heads do not divide the {channels} channels")
+        q, k, v = jnp.split(nn.Dense(3 * channels, dtype=self.dtype, name="qkv")(x), 3, axis=-1)
+        if self.rope_mode != "none":
+            q, k = rope(q, self.rope_mode), rope(k, self.rope_mode)
+        if last_only:
+            q = q[:, -1:]
+            if self.over == "space":
+                k, v = k[:, -1:], v[:, -1:]
+        y = jax.nn.dot_product_attention(*(self._to_tokens(part) for part in (q, k, v)))
+        if self.over == "space":
+            y = y.reshape(q.shape)
+        else:
+            batch, steps, height, width, _ = q.shape
+            y = jnp.moveaxis(y.reshape(batch, height, width, steps, channels), 3, 1)
+        return nn.Dense(channels, dtype=self.dtype, name="proj")(y)
+
+    def _to_tokens(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, W, C] -> [sequences, tokens, heads, C / heads]."""
+        if self.over == "time":
+            x = jnp.moveaxis(x, 1, 3)
+            return x.reshape(-1, x.shape[3], self.num_heads, x.shape[4] // self.num_heads)
+        return x.reshape(-1, x.shape[2] * x.shape[3], self.num_heads, x.shape[4] // self.num_heads)
+
+
+class MLP(nn.Module):
+    """Dense(ratio C), GELU, Dense(C)."""
+
+    ratio: float
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        channels = x.shape[-1]
+        hidden = nn.gelu(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
+        return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
+
+
+class LayerScale(nn.Module):
+    """Per-channel factor, started at `init_value` (Touvron et al. 2021)."""
+
+    init_value: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gamma = self.param("gamma", nn.initializers.constant(self.init_value), x.shape[-1:])
+        return x * gamma.astype(x.dtype)
+
+
+class AttentionBlock(nn.Module):
+    """x [B, T or 1, H, W, C] -> [B, T, H, W, C], less x, so that a residual sum is what the block makes of x.
+
+    Attention over the pixels of each frame, with over_time also over the steps of each pixel (in both directions:
+    earlier outputs depend on later frames), then an MLP, each of them pre-norm with layer scale. A still image is
+    computed as one frame, to which attention over equal frames adds what attention over one does.
+    Of options, only channels, rope_mode and dtype are used.
+    """
+
+    options: CellOptions
+    num_heads: int = 4
+    mlp_ratio: float = 4.0
+    layer_scale_init: float = 1e-6
+    over_time: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
+        o, given = self.options, x
+        if last_only:
+            given = x[:, -1:]
+            x = x if self.over_time else given
+        table = self.param("pos_embed", nn.initializers.normal(0.02), (1, 1, *x.shape[2:]))
+        x = x + table.astype(x.dtype)
+        for over in ("space", "time") if self.over_time else ("space",):
+            last = last_only and over == "time"
+            attention = SelfAttention(self.num_heads, o.dtype, over, o.rope_mode, name=f"attn_{over}")
+            y = attention(core.layer_norm(o.dtype, f"norm_{over}")(x), last)
+            x = (x[:, -1:] if last else x) + LayerScale(self.layer_scale_init, name=f"scale_{over}")(y)
+        y = MLP(self.mlp_ratio, o.dtype, name="mlp")(core.layer_norm(o.dtype, "norm_mlp")(x))
+        x = x + LayerScale(self.layer_scale_init, name="scale_mlp")(y)
+        return core.repeat_over_time(x - given, 1 if last_only else num_steps)
