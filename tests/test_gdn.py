@@ -181,7 +181,12 @@ STILL_INSIDE = {"short_conv_size": 0, "use_input_gates": False, "use_spectral_l2
 
 
 @pytest.mark.parametrize(
-    "gates,rope_mode,ablations", [("channel", "mrope", {"output_norm": "layer"}), ("dense", "none", STILL_INSIDE)]
+    "gates,rope_mode,ablations",
+    [
+        ("channel", "mrope", {"output_norm": "layer", "short_conv_size": 2}),
+        ("dense", "none", STILL_INSIDE),
+        ("scalar", "none", {"short_conv_size": 2, "use_input_gates": False}),
+    ],
 )
 def test_a_still_image_is_the_clip_of_its_copies(gates, rope_mode, ablations, key):
     laws.still(make(gates, 2, 3, ablations, channels=4, rope_mode=rope_mode), key, (1, 3, 4, 6, 4))
