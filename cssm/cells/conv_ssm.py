@@ -1,6 +1,6 @@
 """conv_ssm: a constant decay a channel, driven through a local convolution, as a control for global kernels.
 
-docs/math.md. After ConvSSM of the published CSSM code, in real arithmetic.
+docs/math.md. After the control of that name in the published CSSM code, in real arithmetic.
 """
 
 import flax.linen as nn

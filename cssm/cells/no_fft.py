@@ -1,6 +1,6 @@
 """no_fft: gated without its transform: a selective recurrence at every pixel, as a control for the spectral kernel.
 
-docs/math.md. After NoFFTSSM of the published CSSM code, in real arithmetic.
+docs/math.md. After the control of that name in the published CSSM code, in real arithmetic.
 """
 
 import flax.linen as nn

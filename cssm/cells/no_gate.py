@@ -1,6 +1,6 @@
 """no_gate: the spectral kernel alone, h_t = K h_{t-1} + x_t, as a control for the gates.
 
-docs/math.md. After NoGateSSM of the published CSSM code.
+docs/math.md. After the control of that name in the published CSSM code.
 """
 
 import flax.linen as nn
