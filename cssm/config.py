@@ -24,22 +24,41 @@ __all__ = [
     "Parsed",
     "UserError",
     "applicable",
+    "known",
     "parse_args",
     "read_yaml",
     "resolve",
-    "resume_config",
-    "resume_record",
     "warnings_for",
     "write_yaml",
 ]
 
 VERBS = ("train", "devices")
 ARCHS = ("simple", "vit", "baseline")
-CELLS_NAMES = ("hgru_bi", "gated")
+CELLS_NAMES = ("hgru_bi", "hgru", "gated", "gdn", "no_gate", "no_fft", "conv_ssm", "transformer", "mult_transformer")
+CELLS_NAMES += ("opponent", "standard", "add_kqv", "s4nd", "spatial_attn", "spatiotemporal_attn")
 _POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
 _POSITIONS += ("spatiotemporal_legacy", "mrope")
 
 _CELL = {"arch": ("simple", "vit")}
+
+
+def _cells(*names: str) -> dict[str, tuple[str, ...]]:
+    """Where a setting of these cells has a meaning."""
+    return {**_CELL, "cssm": names}
+
+
+_NO_KERNEL = ("no_fft", "conv_ssm", "s4nd", "spatial_attn", "spatiotemporal_attn")
+_KERNEL = tuple(name for name in CELLS_NAMES if name not in (*_NO_KERNEL, "standard"))
+
+
+def _spectral(*more: str, **conditions: tuple[str, ...]) -> tuple[dict[str, tuple[str, ...]], ...]:
+    """Where spectral kernels are, and in `more` cells; standard has one unless its state is carried by a decay."""
+    return ({**_cells(*_KERNEL, *more), **conditions}, {**_cells("standard"), "transition": ("kernel",), **conditions})
+
+
+_GATES = _cells(*(n for n in CELLS_NAMES if n not in ("no_gate", "standard", *_NO_KERNEL[1:])))
+_RECURRENT = _cells(*(n for n in CELLS_NAMES if n not in _NO_KERNEL[2:]))
+_ATTENTION = _cells("spatial_attn", "spatiotemporal_attn")
 _BLOCKS = {"arch": ("vit", "baseline")}
 
 _model = partial(knob, group="model", resume="fixed")
@@ -69,7 +88,7 @@ class Config:
     mlp_ratio: float | None = _model(None, "width of a block's MLP over embed_dim", bounds="(0,)",
         applies=_BLOCKS)
     num_heads: int | None = _model(None, "attention heads, a divisor of embed_dim", bounds="[1,)",
-        applies={"arch": ("baseline",)})
+        applies=({"arch": ("baseline",)}, _ATTENTION))
     stem_mode: str = _model("conv", "how images become maps; pathtracker keeps the resolution (simple only), "
         "patch is for vit and baseline", choices=("conv", "patch", "pathtracker"))
     patch_size: int = _model(16, "side of a patch, a divisor of image_size", bounds="[1,)",
@@ -78,24 +97,51 @@ class Config:
         applies={**_BLOCKS, "stem_mode": ("conv",)})
     stem_layers: int = _model(1, "layers of the stem, each halves the resolution", bounds="[1,)",
         applies={"arch": ("simple",), "stem_mode": ("conv",)})
-    kernel_size: int | None = _model(None, "side of the spatial kernels", bounds="[1,)", applies=_CELL)
+    kernel_size: int | None = _model(None, "side of the spatial kernels", bounds="[1,)",
+        applies=_spectral("conv_ssm"))
     kernel_domain: str = _model("spatial", "where kernels are learnt; spectral means complex parameters",
-        choices=("spatial", "spectral"), applies=_CELL)
+        choices=("spatial", "spectral"), applies=_spectral())
     kernel_origin: str = _model("origin", "where the centre of a kernel lies; image_center shifts the map",
-        choices=("origin", "image_center"), applies={**_CELL, "kernel_domain": ("spatial",)})
-    gate_type: str | None = _model(None, "gates: a value a frequency, or rows and columns (few parameters)",
-        choices=("dense", "factored"), applies=_CELL)
-    readout_state: str = _model("xyz", "states that are read out", applies={**_CELL, "cssm": ("hgru_bi",)},
-        choices=("xyz", "xy", "xz", "yz", "x", "y", "z"))
+        choices=("origin", "image_center"), applies=_spectral(kernel_domain=("spatial",)))
+    spectral_clip: bool = _model(True, "bound the magnitude of kernels; mult_transformer was published without",
+        applies=_cells("transformer", "mult_transformer"))
+    gate_type: str | None = _model(None, "gates: a value a frequency, or rows and columns (few parameters); gdn: also "
+        "one a head, or one", choices=("dense", "factored", "channel", "scalar"), applies=_GATES)
+    gate_activation: str = _model("sigmoid", "of the couplings", choices=("sigmoid", "softplus_clamped", "tanh_scaled"),
+        applies=_cells("opponent"))
+    gate_rank: int = _model(0, "width of a hidden layer of the gates, 0 for none", bounds="[0,)",
+        applies={**_cells("opponent"), "gate_type": ("dense",)})
+    readout_state: str | None = _model(None, "states that are read out, such as xy", unset="all of the cell's",
+        aliases=("transformer_readout",), applies=_cells(*recipes.STATES))
     short_conv_size: int = _model(4, "taps of the short convolution over time, 0 for none", bounds="[0,)",
-        applies={**_CELL, "cssm": ("gated",)})
+        applies=_cells("gated", "gdn", "no_fft"))
     short_conv_spatial_size: int = _model(3, "side of the short convolution over space, 0 for none",
-        bounds="[0,)", applies={**_CELL, "cssm": ("gated",)})
+        bounds="[0,)", applies=_cells("gated", "no_fft"))
+    delta_key_dim: int = _model(2, "size of a key, a divisor of embed_dim", bounds="[1,)", applies=_cells("gdn"))
+    output_norm: str = _model("rms", "norm of what is read", choices=("rms", "layer", "none"), applies=_cells("gdn"))
+    input_gates: bool = _model(True, "gate keys and values in space", applies=_cells("gdn"))
+    output_gate_act: str = _model("silu", "activation of the output's gate", choices=("silu", "sigmoid"),
+        applies=_cells("gdn"))
+    spectral_l2_norm: bool = _model(True, "unit norm of queries and keys over frequencies", applies=_cells("gdn"))
+    qkv_conv_size: int = _model(1, "side of a convolution before the projection, 1 for none", bounds="[1,)",
+        applies=_cells("gdn"))
+    cross_freq_conv_size: int = _model(0, "taps of a convolution along frequencies, 0 for none", bounds="[0,)",
+        applies=_cells("gdn"))
+    asymmetric_qk: bool = _model(False, "a gate for each direction between Q and K", applies=_cells("transformer"))
+    feedback: bool = _model(True, "A reaches Q", applies=_cells("transformer"))
+    k_state: bool = _model(True, "K has a state of its own", applies=_cells("transformer"))
+    use_layernorm: bool = _model(False, "standardise magnitudes of what is read", applies=_cells("transformer"))
+    transition: str = _model("kernel", "what carries the state: a kernel, or one decay a channel",
+        choices=("kernel", "scalar"), applies=_cells("standard"))
+    chain: str = _model("qkv", "the states; add_kqv_2 is qv, add_kqv_1 is q", choices=("qkv", "qv", "q", "qk"),
+        applies=_cells("add_kqv"))
+    s4nd_d_state: int = _model(64, "states along each axis", bounds="[2,)", multiple_of=2, applies=_cells("s4nd"))
+    s4nd_bidirectional: bool = _model(False, "later frames reach earlier ones", applies=_cells("s4nd"))
     seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=_CELL)
     pos_embed: str | None = _model(None, "positions; baseline takes none or learnable", choices=_POSITIONS,
         aliases=("rope_mode",), unset="by recipe")
-    norm_type: str = _model("layer", "normalisation of maps: over channels, the batch, each channel's map, or all of an "
-        "example", choices=("layer", "batch", "instance", "global_layer"))
+    norm_type: str = _model("layer", "normalisation of maps: over channels, the batch, each channel's map, "
+        "or all of an example", choices=("layer", "batch", "instance", "global_layer"))
     pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
     drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training",
         bounds="[0,1)", applies=_BLOCKS)
@@ -174,9 +220,9 @@ class Config:
     remat: bool = _precision(False, "recompute activations in the backward pass, to save memory",
         applies=_BLOCKS)
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
-        applies=_CELL)
+        applies=_spectral("s4nd"))
     scan: str = _precision("auto", "how time is scanned", choices=("auto", "reference", "associative"),
-        applies=_CELL)
+        applies=_RECURRENT)
     compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
         resume="fresh", verbs=VERBS, unset="left to JAX")
@@ -221,7 +267,7 @@ KNOBS: dict[str, Knob] = knobs_of(Config)
 _EITHER = ({"epochs", "max_steps"}, {"warmup_steps", "warmup_epochs"})
 
 
-def _known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
+def known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
     """The values that are given, in their types. Raises UserError for a name that no setting has."""
     if unknown := [name for name in values if name not in KNOBS]:
         near = did_you_mean(unknown[0], KNOBS)
@@ -233,7 +279,7 @@ def _settle(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str,
     """Typed over file. What is typed also replaces the file's other ways of saying the same: epochs and
     max_steps, the two warm-ups, and of the three batch settings those that the typed ones determine.
     """
-    typed, kept = _known(typed), _known(from_file, "")
+    typed, kept = known(typed), known(from_file, "")
     parts = {"batch_size", "grad_accum"}
     dropped = {name for pair in _EITHER if typed.keys() & pair for name in pair}
     if typed.keys() & {*parts, "global_batch_size"} and "global_batch_size" in {**kept, **typed}:
@@ -283,32 +329,3 @@ def parse_args(argv: Sequence[str]) -> Parsed:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The settings in a YAML file (see flags.read_yaml)."""
     return flags.read_yaml(path, KNOBS)
-
-
-def resume_record(config: Config, effective_batch: int, grad_accum: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration, for resume_config. The batch is kept as the total, so
-    that a run that goes on with another number of devices takes the same steps.
-    """
-    batch = {"batch_size": None, "global_batch_size": effective_batch, "grad_accum": grad_accum}
-    return applicable(config) | batch
-
-
-def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """The configuration with which a saved run goes on, and the changes: `lr: was 0.003, now 0.001`.
-
-    saved: from resume_record. typed: Parsed.typed. The settings of the invocation (devices, workers, output)
-    come from typed alone. Raises UserError where typed changes one that must stay, such as the model's.
-    """
-    typed = _known(typed)
-    record = {name: value for name, value in _known(saved, "").items() if KNOBS[name].resume != "fresh"}
-    before = resolve({}, record)
-    for name, value in typed.items():
-        if KNOBS[name].resume == "fixed" and value != getattr(before, name):
-            raise UserError(
-                f"--{name} {value}: the run to resume has {getattr(before, name)}, which cannot change; "
-                f"leave --{name} out, or start a new run without --resume"
-            )
-    after = resolve(typed, record)
-    kept = [name for name in KNOBS if KNOBS[name].resume != "fresh"]
-    changed = [name for name in kept if getattr(before, name) != getattr(after, name)]
-    return after, [f"{name}: was {getattr(before, name)}, now {getattr(after, name)}" for name in changed]

@@ -37,6 +37,14 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("vocab_size", "tokenizer", "tokenizer_path", "dataset_id", "prompt", "max_length"), _TEXT),
     **dict.fromkeys(("temperature", "top_p", "max_seq_len", "kv_heads", "text_column"), _TEXT),
 }
+# Other names of a value: the settings that they stand for.
+VALUE_ALIASES: dict[tuple[str, str], dict[str, Any]] = {
+    ("cssm", "kqv"): {"cssm": "transformer"},
+    ("cssm", "gdn_d2"): {"cssm": "gdn", "delta_key_dim": 2},
+    ("cssm", "gdn_d3"): {"cssm": "gdn", "delta_key_dim": 3},
+    ("cssm", "add_kqv_1"): {"cssm": "add_kqv", "chain": "q"},
+    ("cssm", "add_kqv_2"): {"cssm": "add_kqv", "chain": "qv"},
+}
 # Likewise for a value of a setting.
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("dtype", "f16"): "its range is too small for spectra, type --dtype bf16",
@@ -82,7 +90,7 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
             raise UserError(f"{flag} takes no value, but {value} was given: type {flag} alone")
         if fixed is None and not equals:
             value = "true" if knob.type is bool else _value(flag, words, knobs)
-        typed[knob.name] = _checked(knob, value if fixed is None else fixed, flag)
+        typed |= _settings(knob, value if fixed is None else fixed, flag)
     return Command(verb, typed, config_path)
 
 
@@ -124,10 +132,13 @@ def _find(name: str, knobs: Knobs, label: str, kind: str) -> tuple[Knob, Any]:
     raise UserError(f"unknown {kind} {label}{near}" if kind == "flag" else f"{label}: unknown {kind}{near}")
 
 
-def _checked(knob: Knob, value: Any, label: str) -> Any:
+def _settings(knob: Knob, value: Any, label: str) -> dict[str, Any]:
+    """What a value of a setting stands for: itself, unless it is another's name."""
     if reason := REFUSED_VALUES.get((knob.name, str(value))):
         raise UserError(f"{label} {value} is not accepted: {reason}")
-    return knob.coerce(value, label)
+    if meant := VALUE_ALIASES.get((knob.name, str(value))):
+        return dict(meant)
+    return {knob.name: knob.coerce(value, label)}
 
 
 def read_yaml(path: str | Path, knobs: Knobs) -> dict[str, Any]:
@@ -144,7 +155,7 @@ def read_yaml(path: str | Path, knobs: Knobs) -> dict[str, Any]:
             raise UserError(f"{label}: {knob.name} is set twice in this file, keep one of the two")
         if fixed is not None and value != "true":
             raise UserError(f"{label} {value}: can only be true, otherwise set {knob.name}")
-        found[knob.name] = None if value is None else _checked(knob, value if fixed is None else fixed, label)
+        found |= {knob.name: None} if value is None else _settings(knob, value if fixed is None else fixed, label)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -227,7 +238,8 @@ def _help_entry(knob: Knob) -> list[str]:
     if knob.default is True:
         notes.append(f"off as --no_{knob.name}")
     if knob.applies:
-        notes.append("with " + " and ".join(f"--{k} {' or '.join(v)}" for k, v in knob.applies.items()))
+        ways = [" and ".join(f"--{k} {' or '.join(v)}" for k, v in way.items()) for way in knob.applies]
+        notes.append("with " + ", or ".join(ways))
     if knob.aliases:
         notes.append("also " + ", ".join(f"--{alias}" for alias in knob.aliases))
     choices = f": {', '.join(knob.choices)}" if knob.choices else ""

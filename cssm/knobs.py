@@ -23,11 +23,15 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+Applies = Mapping[str, tuple[str, ...]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Knob:
     """One setting.
 
-    applies: other knobs and the values under which this one has a meaning; all must hold.
+    applies: other knobs and the values under which this one has a meaning; all of a mapping must hold, of several
+    mappings one; none: it always has.
     bounds: an interval such as "[0,1)"; an open end is left out, "[1,)".
     unset: what None stands for, in words.
     verbs: the verbs that take it. saved: whether it describes a run, and is kept with one.
@@ -43,7 +47,7 @@ class Knob:
     group: str
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    applies: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    applies: tuple[Applies, ...] = ()
     bounds: str = ""
     multiple_of: int = 1
     unset: str = "by recipe"
@@ -68,9 +72,13 @@ class Knob:
             raise UserError(f"{label} {value}: must be {multiple(self.multiple_of, result)}")
         return result
 
-    def unmet(self, settings: object) -> str | None:
-        """The setting among `settings` because of which this one has no meaning, or None."""
-        return next((name for name, values in self.applies.items() if getattr(settings, name) not in values), None)
+    def unmet(self, settings: object) -> tuple[str, tuple[str, ...]] | None:
+        """The setting among `settings` because of which this one has no meaning, and what it must be; or None."""
+        causes = [
+            next(((name, values) for name, values in way.items() if getattr(settings, name) not in values), None)
+            for way in self.applies
+        ]
+        return causes[0] if causes and None not in causes else None
 
 
 def knob(default: Any, help: str, **properties: Any) -> Any:
@@ -84,7 +92,10 @@ def knobs_of(cls: type) -> dict[str, Knob]:
     for field in dataclasses.fields(cls):
         kinds: tuple[Any, ...] = field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
         base = next(kind for kind in kinds if kind is not types.NoneType)
-        found[field.name] = Knob(field.name, base, types.NoneType in kinds, field.default, **field.metadata)
+        properties = dict(field.metadata)
+        if isinstance(applies := properties.get("applies"), Mapping):
+            properties["applies"] = (applies,)
+        found[field.name] = Knob(field.name, base, types.NoneType in kinds, field.default, **properties)
     return found
 
 

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+# The states of cells that can read out some of them
+STATES = {"hgru_bi": "xyz", "hgru": "xy", "opponent": "xy", "transformer": "qka"}
+
 # Factored gates and a code of position learn Pathfinder too, but later, and not from every seed.
-_SIMPLE: Row = {"depth": 1, "seq_len": 8, "pos_embed": "none"}
+_SIMPLE: Row = {"depth": 1, "seq_len": 8, "pos_embed": "none", "num_heads": 4}
 _SIMPLE_DIGITS = _SIMPLE | {
     "embed_dim": 32,
     "kernel_size": 7,

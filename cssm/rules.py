@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cssm.knobs import Knob, UserError, multiple
+from cssm.recipes import STATES
 
 if TYPE_CHECKING:
     from cssm.config import Config
@@ -18,12 +19,12 @@ _BY_ARCH = {
 def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     """Raise UserError for settings that do not apply or do not fit together."""
     for name, knob in knobs.items():
-        value, cause = getattr(config, name), knob.unmet(config)
-        if cause and value != knob.default:
-            given = f"--{name}" if knob.type is bool else f"--{name} {value}"
-            needed = " or ".join(knob.applies[cause])
-            chosen = getattr(config, cause)
-            raise UserError(f"{given} does not apply with --{cause} {chosen}: it needs --{cause} {needed}")
+        value, unmet = getattr(config, name), knob.unmet(config)
+        if unmet and value != knob.default:
+            cause, values = unmet
+            given = f"--{'no_' if value is False else ''}{name}" if knob.type is bool else f"--{name} {value}"
+            needed = f"it needs --{cause} {' or '.join(values)}"
+            raise UserError(f"{given} does not apply with --{cause} {getattr(config, cause)}: {needed}")
     for name, choices in _BY_ARCH.items():
         value, allowed = getattr(config, name), choices.get(config.arch)
         if allowed and value not in allowed:
@@ -34,9 +35,28 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
         raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
     if config.xla_flags and not all(flag.startswith("--") for flag in config.xla_flags.split()):
         raise UserError(f"--xla_flags {config.xla_flags}: each of them must begin with two dashes")
+    _check_cell(config)
     _check_parallel(config)
-    _check_heads(config.num_heads, config.embed_dim or 1)
+    if config.num_heads is not None:
+        _check_divides("num_heads", config.num_heads, config.embed_dim or 1)
     _check_image(config)
+
+
+def _check_cell(config: "Config") -> None:
+    if config.gate_type in ("channel", "scalar") and config.cssm != "gdn":
+        raise UserError(f"--gate_type {config.gate_type} is for --cssm gdn: type dense or factored")
+    states = STATES.get(config.cssm, "") if config.arch != "baseline" else ""
+    read = config.readout_state
+    if read is not None and (not set(read) <= set(states) or list(read) != sorted(set(read), key=states.index)):
+        raise UserError(f"--readout_state {read}: {config.cssm} has {', '.join(states)}, type some in this order")
+    if not config.k_state and (config.asymmetric_qk or not config.feedback or "k" in (read or "")):
+        other = "--asymmetric_qk" if config.asymmetric_qk else "--no_feedback" if not config.feedback else ""
+        other = other or f"--readout_state {read}"
+        raise UserError(f"--no_k_state leaves nothing for {other} to act on: leave one of the two out")
+    if read and "a" not in read and not config.feedback:
+        raise UserError(f"--no_feedback keeps A from --readout_state {read}: read a as well, or leave one of them out")
+    if config.arch != "baseline" and config.cssm == "gdn":
+        _check_divides("delta_key_dim", config.delta_key_dim, config.embed_dim or 1)
 
 
 def _check_parallel(config: "Config") -> None:
@@ -66,11 +86,11 @@ def _check_parallel(config: "Config") -> None:
             raise UserError(f"--sync_backend cpu {what}, --{name} does not: leave one of the two out")
 
 
-def _check_heads(heads: int | None, width: int) -> None:
-    if heads and width % heads:
+def _check_divides(name: str, number: int, width: int) -> None:
+    if width % number:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
-        near = [max(n for n in divisors if n < heads), *(n for n in divisors if n > heads)][:2]
-        raise UserError(f"--num_heads {heads} does not divide embed_dim {width}: type {' or '.join(map(str, near))}")
+        near = [max(n for n in divisors if n < number), *(n for n in divisors if n > number)][:2]
+        raise UserError(f"--{name} {number} does not divide embed_dim {width}: type {' or '.join(map(str, near))}")
 
 
 def _check_image(config: "Config") -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cssm.checkpoint import saved_meta
-from cssm.config import Config, UserError, resolve, resume_config
+from cssm.config import Config, UserError, resolve
+from cssm.resume import resume_config
 
 CHECKPOINTS = "checkpoints"
 

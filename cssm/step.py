@@ -21,8 +21,9 @@ from parallel.sync import Replicated
 
 Tree = Any
 
-# Parameters that weight decay would only pull away from their meaning: offsets, scales, position tables.
-NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "short_conv_temporal_bias")
+# Parameters that weight decay would only pull away from their meaning: offsets, scales, position tables, decays, time
+# scales and frequencies of states.
+NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "A_logit", "decay", "log_dt", "log_rate", "frequency", "D")
 
 
 class TrainState(struct.PyTreeNode):

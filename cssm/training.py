@@ -17,10 +17,11 @@ import jax
 import numpy as np
 
 from cssm.checkpoint import Checkpoints
-from cssm.config import Config, UserError, applicable, resume_record, write_yaml
+from cssm.config import Config, UserError, applicable, write_yaml
 from cssm.data.pipeline import eval_batches, train_batches
 from cssm.meter import Meter
 from cssm.report import Reporter
+from cssm.resume import resume_record
 from cssm.runs import open_run
 from cssm.setup import Setup, describe, set_up
 from cssm.signals import StopSignals, stopped

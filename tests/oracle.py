@@ -211,8 +211,7 @@ def gated_tree(p, gate_type):
     if "short_conv_spatial/kernel" in p:
         tree["short_conv_spatial"] = {leaf: p[f"short_conv_spatial/{leaf}"] for leaf in ("kernel", "bias")}
     if "short_conv_temporal/kernel" in p:
-        for leaf in ("kernel", "bias"):
-            tree[f"short_conv_temporal_{leaf}"] = p[f"short_conv_temporal/{leaf}"]
+        tree["short_conv_temporal"] = {leaf: p[f"short_conv_temporal/{leaf}"] for leaf in ("kernel", "bias")}
     parts = [""] if gate_type == "dense" else ["_h", "_w"]
     fused = {
         leaf: np.concatenate([p[f"{g}{part}/{leaf}"] for g in ("delta_proj", "B_proj", "C_proj") for part in parts], -1)

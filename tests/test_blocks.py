@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cssm.cells.core import layer_norm
 from cssm.models import blocks
 
 
@@ -25,7 +26,7 @@ def test_max_pool_is_flaxs(height, width):
 def test_layer_norm_survives_a_mean_far_above_the_spread(key):
     """As the difference of two squares the variance of such values would be noise."""
     x = randn(1, 1, 2, 2, 64) * 1e-2 + 100.0
-    norm = blocks.layer_norm(jnp.float32, "norm")
+    norm = layer_norm(jnp.float32, "norm")
     y = norm.apply(norm.init(key, x), x)
     exact = np.asarray(x, np.float64)
     want = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-6)
@@ -71,17 +72,6 @@ def test_pooling_types_are_ordered_mean_logsumexp_max():
     np.testing.assert_array_equal(top, np.asarray(x).max((1, 2, 3)))
 
 
-def test_attention_is_softmax_attention_within_each_frame(key):
-    attention, x = blocks.Attention(2, jnp.float32), randn(2, 3, 2, 2, 8)
-    params = attention.init(key, x)
-    p = params["params"]
-    qkv = np.asarray(x.reshape(2, 3, 4, 8) @ p["qkv"]["kernel"]).reshape(2, 3, 4, 3, 2, 4)
-    q, k, v = (np.moveaxis(qkv[..., i, :, :], -2, -3) for i in range(3))  # [B, T, heads, N, 4]
-    scores = np.exp(q @ np.swapaxes(k, -1, -2) / 2)
-    y = np.moveaxis(scores / scores.sum(-1, keepdims=True) @ v, -3, -2).reshape(2, 3, 2, 2, 8) @ p["proj"]["kernel"]
-    np.testing.assert_allclose(attention.apply(params, x), y, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "stem,side",
     [
@@ -103,11 +93,6 @@ def test_a_position_table_is_added_and_the_time_code_unrolls_a_still_image(key):
     np.testing.assert_array_equal(table[1, 0], params["params"]["pos_embed"])
     assert blocks.AddPositions("sinusoidal", 5, jnp.float32).apply({}, x).shape == (2, 5, 3, 4, 8)
     assert blocks.AddPositions("mrope", 5, jnp.float32).apply({}, x) is x
-
-
-def test_layer_scale_starts_at_its_value(key):
-    y, _ = blocks.LayerScale(0.5).init_with_output(key, jnp.ones((2, 3)))
-    np.testing.assert_array_equal(y, 0.5)
 
 
 def test_gradients_flow_through_the_pool_once_for_each_maximum():

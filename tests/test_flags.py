@@ -161,7 +161,8 @@ def test_help_names_every_setting_with_its_default_choices_aliases_and_condition
         assert knob.default in (None, True, False) or f"default: {knob.default}" in entry
         assert all(choice in entry for choice in knob.choices)
         assert all(f"--{alias}" in entry for alias in knob.aliases)
-        assert all(f"--{name} {' or '.join(values)}" in entry for name, values in knob.applies.items())
+        for way in knob.applies:
+            assert all(f"--{name} {' or '.join(values)}" in entry for name, values in way.items())
     assert all(f"\n{knob.group}:\n" in text for knob in KNOBS.values())
     assert all(f"--{name} " in text for name in (*flags.SHORTHANDS, "config", "help", "version"))
     assert max(len(line) for line in text.splitlines()) <= 110

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
     "cli": "cssm config memory report training hardware parallel",
-    "training": "cssm config data report checkpoint runs setup meter signals step parallel",
+    "training": "cssm config data resume report checkpoint runs setup meter signals step parallel",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config parallel",
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "setup": "cssm config recipes data report runs step models flops parallel",
     "meter": "",
     "signals": "config",
-    "runs": "cssm config checkpoint",
+    "runs": "cssm config checkpoint resume",
+    "resume": "config",
     "checkpoint": "cssm config",
     "report": "cssm config",
     "models": "config cells scan spectral positions",
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "data": "config",
     "config": "cssm knobs flags recipes rules",
     "flags": "knobs",
-    "rules": "knobs",
+    "rules": "knobs recipes",
     "recipes": "",
     "knobs": "",
     "parallel": "",
@@ -59,7 +60,7 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"config", "flags", "rules", "recipes", "knobs", "data", "cli", "memory", "advice"}
+NO_JAX = {"resume", "config", "flags", "rules", "recipes", "knobs", "data", "cli", "memory", "advice"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.

@@ -14,15 +14,15 @@ from cssm.cells.mult_transformer import GATES, MultTransformer
 from cssm.spectral import Spectrum
 
 
-def make(no_spectral_clip=False, **changes):
+def make(spectral_clip=True, **changes):
     defaults = {"channels": 4, "kernel_size": 3, "scan": "reference", "backend": "fft"}
-    return MultTransformer(CellOptions(**{**defaults, **changes}), no_spectral_clip)
+    return MultTransformer(CellOptions(**{**defaults, **changes}), spectral_clip)
 
 
-def mult_transformer(x, p, no_spectral_clip=False):
+def mult_transformer(x, p, spectral_clip=True):
     height, width = x.shape[2:4]
     kernels = [oracle.kernel_spectrum(p[f"k_{s}/kernel"], height, width, "origin") for s in "qkv"]
-    if no_spectral_clip:
+    if not spectral_clip:
         kernels = [k / (0.999 - abs(k)) for k in kernels]
     g = recurrence.gates(x, p, GATES)
     matrix = [
@@ -35,12 +35,12 @@ def mult_transformer(x, p, no_spectral_clip=False):
 
 
 @pytest.mark.parametrize(
-    "no_spectral_clip,gate_type,scan,backend",
+    "spectral_clip,gate_type,scan,backend",
     [(False, "factored", "reference", "fft"), (True, "dense", "associative", "dft")],
 )
-def test_values_and_gradients_are_those_of_the_float64_recurrence(no_spectral_clip, gate_type, scan, backend):
-    cell = make(no_spectral_clip, gate_type=gate_type, scan=scan, backend=backend)
-    recurrence.matches(cell, lambda x, p: mult_transformer(x, p, no_spectral_clip))
+def test_values_and_gradients_are_those_of_the_float64_recurrence(spectral_clip, gate_type, scan, backend):
+    cell = make(spectral_clip, gate_type=gate_type, scan=scan, backend=backend)
+    recurrence.matches(cell, lambda x, p: mult_transformer(x, p, spectral_clip))
 
 
 def test_later_frames_never_change_earlier_outputs(key):

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from cssm.config import ARCHS, KNOBS, Config, applicable, resume_config, resume_record
+from cssm.config import ARCHS, KNOBS, Config, applicable
 from cssm.recipes import PATHFINDER_SIZES, PRESETS, SIMPLE, recipe, scaled_lr
+from cssm.resume import resume_config, resume_record
 
 DATASETS = KNOBS["dataset"].choices
 # Settings of which None is a meaning of its own.

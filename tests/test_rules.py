@@ -7,7 +7,7 @@ import pytest
 from cssm.config import KNOBS, Config, UserError, warnings_for
 
 # Another value than the default, for each type of setting that has no choices.
-OTHER = {int: 2, float: 0.5, bool: True, str: "x"}
+OTHER = {int: 8, float: 0.5, bool: True, str: "x"}
 
 
 def refusal(**settings) -> str:
@@ -17,23 +17,32 @@ def refusal(**settings) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name, knob in KNOBS.items() if knob.applies])
-def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name):
-    knob = KNOBS[name]
+def conditions():
+    """(setting, one of those it depends on), where no other that it depends on is refused first."""
+    for name, knob in KNOBS.items():
+        for way in knob.applies[:1]:
+            for cause in way:
+                if not any(cause in ways for key in way if key != cause for ways in KNOBS[key].applies):
+                    yield name, cause
+
+
+@pytest.mark.parametrize("name,cause", list(conditions()))
+def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cause):
+    """Of several ways to apply, the first is told."""
+    knob, way = KNOBS[name], KNOBS[name].applies[0]
     other = next((choice for choice in knob.choices if choice != knob.default), OTHER[knob.type])
-    for cause, values in knob.applies.items():
-        met = {key: wanted[0] for key, wanted in knob.applies.items() if key != cause}
-        if any(cause in KNOBS[key].applies for key in met):
-            continue  # that one is refused first
-        unmet = next(choice for choice in KNOBS[cause].choices if choice not in values)
-        if cause == "stem_mode":  # patch and pathtracker each belong to an architecture
-            unmet = "pathtracker" if met.get("arch") == "simple" else unmet
-            met["arch"] = met.get("arch", "vit")
-        sentence = refusal(**met, **{cause: unmet, name: other})
-        assert sentence.startswith(f"--{name}")
-        assert f"does not apply with --{cause} {unmet}: it needs --{cause} {' or '.join(values)}" in sentence
-        if knob.default is not None:
-            assert getattr(Config(**met, **{cause: unmet, name: knob.default}), name) == knob.default
+    if knob.default is True:
+        other = False
+    met = {key: wanted[0] for key, wanted in way.items() if key != cause}
+    unmet = next(choice for choice in KNOBS[cause].choices if choice not in way[cause])
+    if cause == "stem_mode":  # patch and pathtracker each belong to an architecture
+        unmet = "pathtracker" if met.get("arch") == "simple" else unmet
+        met["arch"] = met.get("arch", "vit")
+    sentence = refusal(**met, **{cause: unmet, name: other})
+    assert sentence.startswith(f"--{'no_' if other is False else ''}{name}")
+    assert f"does not apply with --{cause} {unmet}: it needs --{cause} {' or '.join(way[cause])}" in sentence
+    if knob.default is not None:
+        assert getattr(Config(**met, **{cause: unmet, name: knob.default}), name) == knob.default
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,15 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name):
         ({"gpus": "0,,1"}, "--gpus 0,,1: must be device indices"),
         ({"gpus": "-1"}, "--gpus -1: must be device indices"),
         ({"xla_flags": "--xla_a=1 b"}, "--xla_flags --xla_a=1 b: each of them must begin with two dashes"),
+        ({"cssm": "gated", "gate_type": "channel"}, "--gate_type channel is for --cssm gdn"),
+        ({"cssm": "hgru", "readout_state": "xyz"}, "--readout_state xyz: hgru has x, y, type some in this order"),
+        ({"readout_state": "zx"}, "--readout_state zx: hgru_bi has x, y, z, type some in this order"),
+        ({"cssm": "transformer", "k_state": False, "readout_state": "qk"}, "--no_k_state leaves nothing for --readout"),
+        ({"cssm": "transformer", "k_state": False, "asymmetric_qk": True}, "--no_k_state leaves nothing for --asym"),
+        ({"cssm": "transformer", "k_state": False, "feedback": False}, "--no_k_state leaves nothing for --no_feedback"),
+        ({"cssm": "transformer", "feedback": False, "readout_state": "q"}, "--no_feedback keeps A from"),
+        ({"cssm": "gdn", "delta_key_dim": 5}, "--delta_key_dim 5 does not divide embed_dim 32: type 4 or 8"),
+        ({"cssm": "standard", "transition": "scalar", "kernel_size": 3}, "--kernel_size 3 does not apply with"),
         ({"nproc_per_node": "x"}, "--nproc_per_node x: must be a number of processes, at least 1, or auto"),
         ({"nproc_per_node": "0"}, "--nproc_per_node 0: must be a number"),
         ({"num_processes": 2}, "--num_processes 2 tells of a job of several processes: type --process_id and"),

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from cssm.checkpoint import Checkpoints
-from cssm.config import Config, UserError, parse_args, resume_record
+from cssm.config import Config, UserError, parse_args
+from cssm.resume import resume_record
 from cssm.runs import open_run
 
 

@@ -28,7 +28,7 @@ from cssm.step import (
 from parallel import devices as par
 from parallel.sync import Replicated
 
-OFFSETS = {"bias", "scale", "gamma", "pos_embed", "short_conv_temporal_bias"}
+OFFSETS = {"bias", "scale", "gamma", "pos_embed"}
 SMALL = {"embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "warmup_steps": 0}
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.0, "grad_clip": 0.0}
 SIMPLE = Config(arch="simple", **SGD, **SMALL)
@@ -249,10 +249,7 @@ def test_weight_decay_spares_offsets_scales_and_tables():
     model = models.build(config, 10)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1))))["params"]
     kept = {jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(decays(params))}
-    assert {path.split("'")[-2] for path, on in kept.items() if on} == {
-        "kernel",
-        "short_conv_temporal_kernel",
-    }
+    assert {path.split("'")[-2] for path, on in kept.items() if on} == {"kernel"}
     assert {path.split("'")[-2] for path, on in kept.items() if not on} == OFFSETS
 
 

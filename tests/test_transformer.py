@@ -15,16 +15,16 @@ def make(ablations=(), **changes):
     return Transformer(CellOptions(**{**COMMON, **changes}), **dict(ablations))
 
 
-def transformer(x, p, readout_state="qka", asymmetric_qk=False, no_feedback=False, no_k_state=False, **others):
+def transformer(x, p, readout_state="qka", asymmetric_qk=False, feedback=True, k_state=True, **others):
     height, width = x.shape[2:4]
     k = oracle.kernel_spectrum(p["kernel/kernel"], height, width, "origin")
-    if others.get("no_spectral_clip"):
+    if not others.get("spectral_clip", True):
         k = k / (0.999 - abs(k))
     names = ["decay_q", "decay_k", "decay_a"]
     names += ["w_k_to_q", "w_q_to_k"] if asymmetric_qk else ["w_qk"]
     names += ["alpha", "gamma", "B_q", "B_k", "B_a", "C"]
-    names = [n for n in names if not (no_feedback and n == "alpha")]
-    names = [n for n in names if not (no_k_state and n in ("decay_k", "w_qk", "B_k"))]
+    names = [n for n in names if not (not feedback and n == "alpha")]
+    names = [n for n in names if not (not k_state and n in ("decay_k", "w_qk", "B_k"))]
     g = recurrence.gates(x, p, names)
     to_q, to_k = g.get("w_k_to_q", g.get("w_qk", 0)), g.get("w_q_to_k", g.get("w_qk", 0))
     matrix = [
@@ -32,9 +32,9 @@ def transformer(x, p, readout_state="qka", asymmetric_qk=False, no_feedback=Fals
         [to_k * k, g.get("decay_k", 0), 0],
         [g["gamma"], g["gamma"], g["decay_a"]],
     ]
-    present = "qa" if no_k_state else "qka"
+    present = "qka" if k_state else "qa"
     u = recurrence.inputs(x, p, len(present))
-    if no_k_state:
+    if not k_state:
         u.insert(1, 0 * u[0])
     states = recurrence.scan(matrix, [g.get(f"B_{s}", 0) * part for s, part in zip("qka", u, strict=True)])
     read = [(name, states["qka".index(name)]) for name in readout_state]
@@ -49,8 +49,8 @@ def transformer(x, p, readout_state="qka", asymmetric_qk=False, no_feedback=Fals
     [
         ({}, "factored", "reference", "fft"),
         ({"asymmetric_qk": True, "readout_state": "k"}, "dense", "associative", "dft"),
-        ({"no_feedback": True, "no_spectral_clip": True, "readout_state": "ka"}, "factored", "reference", "fft"),
-        ({"no_k_state": True, "readout_state": "q"}, "factored", "reference", "fft"),
+        ({"feedback": False, "spectral_clip": False, "readout_state": "ka"}, "factored", "reference", "fft"),
+        ({"k_state": False, "readout_state": "q"}, "factored", "reference", "fft"),
         ({"use_layernorm": True, "readout_state": "qa"}, "factored", "reference", "fft"),
     ],
 )
@@ -87,11 +87,11 @@ def test_shifting_the_input_shifts_the_output():
 @pytest.mark.parametrize(
     "ablations,sentence",
     [
-        ({"no_k_state": True, "asymmetric_qk": True}, "asymmetric_qk has nothing to act on"),
-        ({"no_k_state": True, "no_feedback": True}, "no_feedback leaves no kernel"),
-        ({"no_k_state": True, "readout_state": "qka"}, "'qka' is not made of the states q, a"),
+        ({"k_state": False, "asymmetric_qk": True}, "asymmetric_qk has nothing to act on"),
+        ({"k_state": False, "feedback": False}, "without feedback there is no kernel"),
+        ({"k_state": False, "readout_state": "qka"}, "'qka' is not made of the states q, a"),
         ({"readout_state": "x"}, "'x' is not made of the states q, k, a"),
-        ({"no_feedback": True, "readout_state": "qk"}, "nothing of A reaches"),
+        ({"feedback": False, "readout_state": "qk"}, "nothing of A reaches"),
     ],
 )
 def test_what_would_leave_dead_parameters_is_refused(ablations, sentence, key):

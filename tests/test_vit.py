@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cssm import models
+from cssm.cells.attention import MLP
 from cssm.config import Config
 from cssm.models import blocks
 
@@ -58,8 +59,8 @@ def test_only_the_last_step_leaves_the_last_block(images, steps):
         *(steps[:1] * 2),  # of the stem and of block 0
         *(unrolled, unrolled, unrolled, unrolled, 1, 1),
     ]
-    assert seen(blocks.MLP, lambda m, x: x.shape[1], RECURRENT, images) == [unrolled, unrolled, 1]
-    assert seen(blocks.MLP, lambda m, x: x.shape[1], BASELINE, images) == [steps[0]] * 3
+    assert seen(MLP, lambda m, x: x.shape[1], RECURRENT, images) == [unrolled, unrolled, 1]
+    assert seen(MLP, lambda m, x: x.shape[1], BASELINE, images) == [steps[0]] * 3
 
 
 def test_drop_path_rates_rise_linearly_to_the_last_block():

@@ -17,6 +17,7 @@ class SelfAttention(nn.Module):
 
     qkv has a bias. over: "space" or "time". last_only: queries of the last step alone; returns [B, 1, H, W, C].
     rope_mode: turns queries and keys by their positions, frequencies running over all channels, not over each head's.
+    Called as a cell is, so that it can stand in a cell's place; num_steps is not needed.
     """
 
     num_heads: int
@@ -25,7 +26,7 @@ class SelfAttention(nn.Module):
     rope_mode: str = "none"
 
     @nn.compact
-    def __call__(self, x: jax.Array, last_only: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
         channels = x.shape[-1]
         if channels % self.num_heads:
             raise ValueError(f"{self.num_heads} heads do not divide the {channels} channels")
@@ -102,7 +103,7 @@ class AttentionBlock(nn.Module):
         for over in ("space", "time") if self.over_time else ("space",):
             last = last_only and over == "time"
             attention = SelfAttention(self.num_heads, o.dtype, over, o.rope_mode, name=f"attn_{over}")
-            y = attention(core.layer_norm(o.dtype, f"norm_{over}")(x), last)
+            y = attention(core.layer_norm(o.dtype, f"norm_{over}")(x), last_only=last)
             x = (x[:, -1:] if last else x) + LayerScale(self.layer_scale_init, name=f"scale_{over}")(y)
         y = MLP(self.mlp_ratio, o.dtype, name="mlp")(core.layer_norm(o.dtype, "norm_mlp")(x))
         x = x + LayerScale(self.layer_scale_init, name="scale_mlp")(y)

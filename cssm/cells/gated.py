@@ -6,7 +6,6 @@ docs/math.md, section 2. After GatedCSSM of the published CSSM code (its depthwi
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import dtypes
 
 from cssm import spectral
 from cssm.cells import core
@@ -36,7 +35,7 @@ class Gated(nn.Module):
             x = rope(x, o.rope_mode, steps)
 
         m, z = jnp.split(nn.Dense(2 * o.channels, dtype=o.dtype, name="in_proj")(x), 2, axis=-1)
-        m = nn.silu(self._short_convs(m, steps))
+        m = nn.silu(core.short_convs(m, o, self.short_conv_spatial_size, self.short_conv_size, steps))
         context = core.repeat_over_time(m.mean(axis=(2, 3)), steps)
         raw = core.FrequencyGates(("delta", "B", "C"), o.gate_type, jnp.multiply, o.dtype, name="gates")(
             context, height, width
@@ -55,23 +54,3 @@ class Gated(nn.Module):
         y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(scale(raw["C"], state), height))
         y = spectral.irfft2(y_hat, width, o.backend) * nn.silu(z)
         return nn.Dense(o.channels, dtype=o.dtype, name="out_proj")(y)
-
-    def _short_convs(self, m: jax.Array, steps: int) -> jax.Array:
-        o = self.options
-        if size := self.short_conv_spatial_size:
-            conv = nn.Conv(
-                o.channels,
-                (size, size),
-                feature_group_count=o.channels,
-                dtype=o.dtype,
-                name="short_conv_spatial",
-            )
-            m = conv(m)
-        if taps := self.short_conv_size:
-            m = core.repeat_over_time(m, steps)
-            kernel = self.param("short_conv_temporal_kernel", nn.initializers.lecun_normal(), (taps, 1, o.channels))
-            bias = self.param("short_conv_temporal_bias", nn.initializers.zeros, (o.channels,))
-            m, kernel, bias = dtypes.promote_dtype(m, kernel, bias, dtype=o.dtype)
-            past = jnp.pad(m, ((0, 0), (taps - 1, 0), (0, 0), (0, 0), (0, 0)))
-            m = spectral.total([kernel[i, 0] * past[:, i : i + m.shape[1]] for i in range(taps)]) + bias
-        return m

@@ -19,10 +19,10 @@ GATES = ("decay_q", "decay_k", "decay_v", "k_to_q", "q_to_k", "q_to_v", "k_to_v"
 
 
 class MultTransformer(nn.Module):
-    """x [B, T or 1, H, W, C] -> [B, T, H, W, C]; C even. no_spectral_clip: kernels are not bounded, as published."""
+    """x [B, T or 1, H, W, C] -> [B, T, H, W, C]; C even. spectral_clip: kernels are bounded; published without."""
 
     options: CellOptions
-    no_spectral_clip: bool = False
+    spectral_clip: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
@@ -33,7 +33,7 @@ class MultTransformer(nn.Module):
             x = rope(x, o.rope_mode, steps)
         gates = core.sigmoid_gates(GATES, x, steps, o)
         kernels = [
-            core.SpectralKernel(o, core.xavier_normal_raw, not self.no_spectral_clip, name=f"k_{s}")(height, width)
+            core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name=f"k_{s}")(height, width)
             for s in "qkv"
         ]
         inputs = core.input_spectra(x, 3, o)

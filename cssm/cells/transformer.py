@@ -18,22 +18,23 @@ class Transformer(nn.Module):
 
     readout_state: which states are read, such as "qka" or "a"; None: all that there are. One is returned as it is,
     several are concatenated and projected to C.
-    asymmetric_qk: Q to K and K to Q have a gate each. no_feedback: A does not reach Q. no_k_state: Q and A alone.
+    asymmetric_qk: Q to K and K to Q have a gate each. feedback: A reaches Q. k_state: K has a state; otherwise there
+    are Q and A alone.
     use_layernorm: the log magnitude of what is read is standardised over frequencies (core.LogMagnitudeNorm).
-    no_spectral_clip: the kernel's magnitude is not bounded.
+    spectral_clip: the kernel's magnitude is bounded.
     """
 
     options: CellOptions
     readout_state: str | None = None
     asymmetric_qk: bool = False
-    no_feedback: bool = False
-    no_k_state: bool = False
+    feedback: bool = True
+    k_state: bool = True
     use_layernorm: bool = False
-    no_spectral_clip: bool = False
+    spectral_clip: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
-        o, present = self.options, "qa" if self.no_k_state else "qka"
+        o, present = self.options, "qka" if self.k_state else "qa"
         chosen = present if self.readout_state is None else self.readout_state
         self._check(present, chosen)
         steps = num_steps or x.shape[1]
@@ -43,7 +44,7 @@ class Transformer(nn.Module):
         gates = core.sigmoid_gates(self._gate_names(present), x, steps, o)
         if "w_qk" in gates:
             gates["w_q_to_k"] = gates["w_k_to_q"] = gates.pop("w_qk")
-        kernel = core.SpectralKernel(o, core.xavier_normal_raw, not self.no_spectral_clip, name="kernel")(height, width)
+        kernel = core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name="kernel")(height, width)
         inputs = core.input_spectra(x, len(present), o)
         states = linear_scan(_step(kernel, present), len(present), gates, inputs, o.scan, last_only)
         read = {name: states[present.index(name)] for name in chosen}
@@ -52,19 +53,21 @@ class Transformer(nn.Module):
         return core.read_out(tuple(read.values()), gates["C"], x, o)
 
     def _gate_names(self, present: str) -> tuple[str, ...]:
-        between = () if self.no_k_state else ("w_k_to_q", "w_q_to_k") if self.asymmetric_qk else ("w_qk",)
-        feedback = () if self.no_feedback else ("alpha",)
+        between = () if not self.k_state else ("w_k_to_q", "w_q_to_k") if self.asymmetric_qk else ("w_qk",)
+        feedback = ("alpha",) if self.feedback else ()
         return (*(f"decay_{s}" for s in present), *between, *feedback, "gamma", *(f"B_{s}" for s in present), "C")
 
     def _check(self, present: str, chosen: str) -> None:
         """Refuse what would leave a parameter without any effect."""
-        if self.no_k_state and (self.asymmetric_qk or self.no_feedback):
-            other = "asymmetric_qk has nothing to act on" if self.asymmetric_qk else "no_feedback leaves no kernel"
-            raise ValueError(f"with no_k_state, {other}")
+        if not self.k_state and (self.asymmetric_qk or not self.feedback):
+            other = (
+                "asymmetric_qk has nothing to act on" if self.asymmetric_qk else "without feedback there is no kernel"
+            )
+            raise ValueError(f"without k_state, {other}")
         if not chosen or set(chosen) - set(present):
             raise ValueError(f"readout_state {chosen!r} is not made of the states {', '.join(present)}")
-        if self.no_feedback and "a" not in chosen:
-            raise ValueError(f"with no_feedback, nothing of A reaches the readout_state {chosen!r}; read a as well")
+        if not self.feedback and "a" not in chosen:
+            raise ValueError(f"without feedback, nothing of A reaches the readout_state {chosen!r}; read a as well")
 
 
 def _step(kernel: Spectrum, present: str):

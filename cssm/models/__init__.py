@@ -7,9 +7,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from cssm.cells import CELLS
+from cssm.cells.attention import SelfAttention
 from cssm.cells.core import CellOptions
 from cssm.config import Config
-from cssm.models.blocks import Attention, Norm
+from cssm.models.blocks import Norm
 from cssm.models.simple import Simple
 from cssm.models.vit import ViT
 from cssm.positions import ROPE_MODES
@@ -18,6 +19,27 @@ from cssm.spectral import Backend
 
 T = TypeVar("T")
 
+# What a cell takes besides CellOptions, and the settings that hold it; None leaves the cell's own default.
+_READOUT, _CONVS = {"readout_state": "readout_state"}, {"short_conv_size": "short_conv_size"}
+_SPACE = {"short_conv_spatial_size": "short_conv_spatial_size"}
+_GDN = ("delta_key_dim", "output_norm", "output_gate_act", "qkv_conv_size", "cross_freq_conv_size")
+_TRANSFORMER = ("asymmetric_qk", "feedback", "k_state", "use_layernorm", "spectral_clip")
+ABLATIONS: dict[str, dict[str, str]] = {
+    "hgru_bi": _READOUT,
+    "hgru": _READOUT,
+    "opponent": {**_READOUT, "gate_activation": "gate_activation", "gate_rank": "gate_rank"},
+    "gated": {**_CONVS, **_SPACE},
+    "no_fft": {**_CONVS, **_SPACE},
+    "gdn": {**_CONVS, "use_input_gates": "input_gates", "use_spectral_l2_norm": "spectral_l2_norm"}
+    | {name: name for name in _GDN},
+    "transformer": {**_READOUT} | {name: name for name in _TRANSFORMER},
+    "mult_transformer": {"spectral_clip": "spectral_clip"},
+    "standard": {"transition": "transition"},
+    "add_kqv": {"chain": "chain"},
+    "s4nd": {"state_dim": "s4nd_d_state", "bidirectional": "s4nd_bidirectional"},
+    "spatial_attn": {"num_heads": "num_heads"},
+    "spatiotemporal_attn": {"num_heads": "num_heads"},
+}
 MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
 
 
@@ -73,29 +95,26 @@ def build(
 def _cell(config: Config, dtype, wrap: Callable) -> Callable[..., nn.Module]:
     options = CellOptions(
         channels=_known(config.embed_dim),
-        kernel_size=_known(config.kernel_size),
+        kernel_size=config.kernel_size or 1,  # cells without a kernel do not look at it
         kernel_domain=config.kernel_domain,
         kernel_origin=config.kernel_origin,
-        gate_type=_known(config.gate_type),
+        gate_type=config.gate_type or "factored",  # likewise
         rope_mode=config.pos_embed if config.pos_embed in ROPE_MODES else "none",
         scan=cast(Method, config.scan),
         backend=cast(Backend, config.spectral_backend),
         dtype=dtype,
     )
-    ablations = {
-        "hgru_bi": {"readout_state": config.readout_state},
-        "gated": {
-            "short_conv_size": config.short_conv_size,
-            "short_conv_spatial_size": config.short_conv_spatial_size,
-        },
-    }[config.cssm]
+    arguments = {name: getattr(config, knob) for name, knob in ABLATIONS.get(config.cssm, {}).items()}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if config.cssm.endswith("_attn"):
+        arguments |= {"over_time": config.cssm == "spatiotemporal_attn", "layer_scale_init": 1.0}
     cell = wrap(CELLS[config.cssm])
-    return lambda name: cell(options, name=name, **ablations)
+    return lambda name: cell(options, name=name, **arguments)
 
 
 def _attention(config: Config, dtype) -> Callable[..., nn.Module]:
     num_heads = _known(config.num_heads)
-    return lambda name: Attention(num_heads, dtype, name=name)
+    return lambda name: SelfAttention(num_heads, dtype, name=name)
 
 
 def _known(value: T | None) -> T:

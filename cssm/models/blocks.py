@@ -1,4 +1,4 @@
-"""Parts of trunks, each defined once: stems, norms, positions, attention, MLP, drop path, pooling.
+"""Parts of trunks, each defined once: stems, norms, positions, drop path, pooling. What cells need too is with them.
 
 Activations are [B, T, H, W, C] throughout; a still image has T = 1 until a recurrent cell unrolls it.
 """
@@ -11,15 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cssm.cells.core import layer_norm
 from cssm.positions import time_code
-
-
-def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
-    """Over channels, epsilon 1e-6.
-
-    The variance is taken about the mean: as E[x^2] - E[x]^2, Flax's default, it loses four digits after a softplus.
-    """
-    return nn.LayerNorm(epsilon=1e-6, use_fast_variance=False, dtype=dtype, name=name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,50 +121,6 @@ class AddPositions(nn.Module):
             steps = self.seq_len if x.shape[1] == 1 else x.shape[1]
             return x + time_code(steps, x.shape[-1], x.dtype)[:, None, None, :]
         return x
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention over the H W tokens of each frame; qkv with bias. [B, T, H, W, C] -> the same.
-
-    Takes the arguments of a cell, so that it can stand in a cell's place: frames do not mix, num_steps is not needed.
-    """
-
-    num_heads: int
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
-        x = x[:, -1:] if last_only else x
-        batch, steps, height, width, channels = x.shape
-        qkv = nn.Dense(3 * channels, dtype=self.dtype, name="qkv")(x)
-        qkv = qkv.reshape(batch * steps, height * width, 3, self.num_heads, channels // self.num_heads)
-        q, k, v = (qkv[:, :, i] for i in range(3))
-        y = jax.nn.dot_product_attention(q, k, v)
-        return nn.Dense(channels, dtype=self.dtype, name="proj")(y.reshape(batch, steps, height, width, channels))
-
-
-class MLP(nn.Module):
-    """Dense(ratio C), GELU, Dense(C)."""
-
-    ratio: float
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        channels = x.shape[-1]
-        hidden = nn.gelu(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
-        return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
-
-
-class LayerScale(nn.Module):
-    """Per-channel factor, started at `init_value` (Touvron et al. 2021)."""
-
-    init_value: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gamma = self.param("gamma", nn.initializers.constant(self.init_value), x.shape[-1:])
-        return x * gamma.astype(x.dtype)
 
 
 class DropPath(nn.Module):

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cssm.cells.core import layer_norm
 from cssm.models import blocks
 
 
@@ -41,7 +42,7 @@ class Simple(nn.Module):
                 x = nn.softplus(self.norm(train, f"body_norm_{i}")(x))
         x = nn.softplus(self.norm(train, "readout_norm")(x))
         x = blocks.pool(x, self.pool_type)
-        x = blocks.layer_norm(self.dtype, "norm_post")(x)
+        x = layer_norm(self.dtype, "norm_post")(x)
         return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
             jnp.promote_types(self.dtype, jnp.float32)
         )

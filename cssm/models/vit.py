@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cssm.cells.attention import MLP, LayerScale
+from cssm.cells.core import layer_norm
 from cssm.models import blocks
 
 
@@ -32,14 +34,14 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         def branch(y: jax.Array, name: str) -> jax.Array:
-            y = blocks.LayerScale(self.layer_scale_init, name=f"{name}_scale")(y)
+            y = LayerScale(self.layer_scale_init, name=f"{name}_scale")(y)
             return blocks.DropPath(self.drop_path_rate, self.train, name=f"{name}_drop")(y)
 
-        y = blocks.layer_norm(self.dtype, "mixer_norm")(x)
+        y = layer_norm(self.dtype, "mixer_norm")(x)
         y = self.mixer(name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
         x = (x[:, -1:] if self.last_only else x) + branch(y, "mixer")
-        y = blocks.layer_norm(self.dtype, "mlp_norm")(x)
-        return x + branch(blocks.MLP(self.mlp_ratio, self.dtype, name="mlp")(y), "mlp")
+        y = layer_norm(self.dtype, "mlp_norm")(x)
+        return x + branch(MLP(self.mlp_ratio, self.dtype, name="mlp")(y), "mlp")
 
 
 class ViT(nn.Module):
@@ -87,7 +89,7 @@ class ViT(nn.Module):
                 dtype=self.dtype,
                 name=f"block_{i}",
             )(x)
-        x = blocks.layer_norm(self.dtype, "head_norm")(nn.gelu(x))
+        x = layer_norm(self.dtype, "head_norm")(nn.gelu(x))
         logits = nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
             jnp.promote_types(self.dtype, jnp.float32)
         )
