@@ -22,7 +22,7 @@ from parallel.launch import LOST_LABEL, LOST_PEER, ORDERLY, Place, Worker, enter
 from parallel.places import local_places, place_in
 
 BUG, USAGE, OUT_OF_MEMORY, DEVICES, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 4, 6, 128, 130, 141
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 

@@ -98,7 +98,8 @@ def _new_directory(config: Config, root: Path) -> Path:
     if config.run_name is None:
         return _unused_directory(config, root)
     directory = root / config.run_name
-    if directory.exists() and any(directory.iterdir()):
+    # With --resume auto there is no checkpoint in it: a run that ended before its first one begins anew.
+    if config.resume is None and directory.exists() and any(directory.iterdir()):
         raise UserError(
             f"the run directory {directory} exists already: type --resume {directory} to go on with it, "
             f"or another --run_name"

@@ -82,8 +82,8 @@ def select_devices(
 def _check_platform(platform: str) -> None:
     try:
         devices = jax.local_devices(backend=None if platform == "auto" else platform)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # jax asserts where a GPU is asked for and CUDA is missing
+        reason = str(error).partition("\n")[0] or "it has no backend"
         if platform == "auto":
             raise DeviceError(f"jax finds no device: {reason}; check the JAX_PLATFORMS variable") from error
         extra = {"gpu": "install the gpu extra (pip install 'cssm[gpu]')", "tpu": "install the tpu extra"}

@@ -111,3 +111,10 @@ def test_the_first_process_decides_where_a_run_lives(tmp_path):
         run = open_run(config, typed, first)
         assert open_run(config, typed, lambda name, decide: told[name]) == run
     assert run.resumed and run.directory == saved and run.config.lr == 0.25
+
+
+def test_a_named_run_that_ended_before_its_first_checkpoint_begins_anew_with_auto(tmp_path):
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "metrics.jsonl").write_text("{}")
+    run = reopen(tmp_path, "--resume", "auto", "--run_name", "named")
+    assert run.directory == tmp_path / "named" and not run.resumed

@@ -281,3 +281,13 @@ def test_nothing_is_compiled_between_the_first_log_line_and_the_first_evaluation
     at.clear()
     go_on(tmp_path, "run", "--max_steps", "12", "--num_devices", "1")
     assert at["evaluation"] == at["first step"]
+
+
+def test_simple_trains_with_split_parameters(tmp_path):
+    """It has no blocks to gather one by one; its steps are those of one device all the same."""
+    settings = {"norm_type": "layer", "optimizer": "sgd", "lr": 0.01, "max_steps": 2}
+    one, two = (
+        start(tmp_path, f"on_{n}", num_devices=n, shard=shard, **settings)["test"]["loss"]
+        for n, shard in ((1, "none"), (2, "params"))
+    )
+    assert two == pytest.approx(one, rel=1e-5)

@@ -45,7 +45,7 @@ MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
 
 def in_block(name: str) -> bool:
     """Whether a top-level entry of the parameters belongs to a block, that is, to what `wrap_block` wraps."""
-    return name.startswith(("block_", "cell_"))
+    return name.startswith("block_")
 
 
 def build(
@@ -58,14 +58,13 @@ def build(
     """The model that the configuration describes.
 
     dtype: of activations, in place of the configuration's (float64 for an oracle).
-    wrap_block: class -> class, applied to the trunk's block, in simple to the cell; rematerialisation and the
-    gathering of parameters come in here, and names of parameters do not depend on it. bn_axis: device axis over
+    wrap_block: class -> class, applied to the trunk's block (simple has none); rematerialisation and the gathering of
+    parameters come in here, and names of parameters do not depend on it. bn_axis: device axis over
     which batch norm takes its statistics. The module's call is `module(images, train=False)`; it draws from the rng
     stream "drop_path" when training with a drop-path rate.
     """
     dtype = dtype or (jnp.bfloat16 if config.dtype == "bf16" else jnp.float32)
-    wrap_cell = (config.arch == "simple" and wrap_block) or (lambda cell: cell)
-    mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype, wrap_cell)
+    mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype)
     common = {
         "mixer": mixer,
         "num_classes": num_classes,
@@ -92,7 +91,7 @@ def build(
     )
 
 
-def _cell(config: Config, dtype, wrap: Callable) -> Callable[..., nn.Module]:
+def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
     options = CellOptions(
         channels=_known(config.embed_dim),
         kernel_size=config.kernel_size or 1,  # cells without a kernel do not look at it
@@ -108,7 +107,7 @@ def _cell(config: Config, dtype, wrap: Callable) -> Callable[..., nn.Module]:
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if config.cssm.endswith("_attn"):
         arguments |= {"over_time": config.cssm == "spatiotemporal_attn", "layer_scale_init": 1.0}
-    cell = wrap(CELLS[config.cssm])
+    cell = CELLS[config.cssm]
     return lambda name: cell(options, name=name, **arguments)
 
 
