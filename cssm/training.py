@@ -77,6 +77,8 @@ def _check_reached_jax(config: Config) -> None:
         raise UserError(f"xla_flags {missing[0]} is not in the XLA_FLAGS variable: {ways}")
     if config.mem_fraction and os.environ.get("XLA_CLIENT_MEM_FRACTION") != str(config.mem_fraction):
         raise UserError(f"mem_fraction {config.mem_fraction} is not in the XLA_CLIENT_MEM_FRACTION variable: {ways}")
+    if config.multi_gpu == "ddp" and jax.process_count() == 1 and jax.local_device_count() > 1:
+        raise UserError("multi_gpu ddp, but there is 1 process: several are started by the command line")
     wanted = config.nproc_per_node if config.nproc_per_node != "auto" else None
     for name, processes in (("nproc_per_node", wanted), ("num_processes", config.num_processes)):
         if processes and int(processes) != jax.process_count():

@@ -49,6 +49,8 @@ def _by_torchrun(environ: Mapping[str, str], given: _Given) -> Job | None:
     about = [environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     if not (environ.get("MASTER_ADDR") or given[0]) or not (about[0] or given[1]):
         raise JobError("RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: torchrun sets all four")
+    if about[0] and not about[0].isdecimal():
+        raise JobError(f"MASTER_PORT={about[0]} is not a number: torchrun sets it to a port, such as 29500")
     local = _count(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
     count = _count(environ, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in environ else None
     count = 1 if "LOCAL_RANK" not in environ and count is None else count
@@ -136,6 +138,8 @@ def _coordinator(given: _Given, host: str | None, port: int | None) -> str:
         if given[1] not in (None, port):
             raise JobError(f"--coordinator_address {given[0]} contradicts --coordinator_port {given[1]}: type one port")
     port = given[1] or port
+    if port is not None and not 0 < port < 65536:
+        raise JobError(f"--coordinator_address {given[0]}: there is no port {port}, type one from 1 to 65535")
     if port is None:
         raise JobError(f"--coordinator_address {address}: type --coordinator_port too, the same for every process")
     return f"[{address}]:{port}" if ":" in address.strip("[]") and address[0] != "[" else f"{address}:{port}"

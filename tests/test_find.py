@@ -111,3 +111,11 @@ def test_what_is_told_by_half_or_makes_no_sense_is_a_mistake(environ, flags, wor
     with pytest.raises(JobError, match=r"^[^\n]*$") as raised:
         find_job(environ, **flags)
     assert words in str(raised.value)
+
+
+def test_a_port_that_is_none_is_a_mistake():
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "abc"}
+    with pytest.raises(JobError, match="MASTER_PORT=abc is not a number"):
+        find_job(torchrun)
+    with pytest.raises(JobError, match="there is no port 99999"):
+        find_job({}, coordinator_address="host:99999", num_processes=2, process_id=0)

@@ -63,9 +63,9 @@ ROWS = {
 }
 DEVICES_EACH = {2: 4, 4: 1}
 # The complex model is the harder one; of the rest the fast tests see what differs most.
-FAST = {
-    ("complex", name) for name in ("8 devices", "accumulation 4", "backend cpu", "shard optimizer", "shard params")
-} | {("real", "sync_bn"), ("real", "masks")}
+FAST = {("complex", name) for name in ("8 devices", "accumulation 4", "backend cpu", "shard params")} | {
+    ("real", "masks")
+}
 TABLE = [
     pytest.param(model, row, marks=[] if (model, row) in FAST else pytest.mark.slow) for row in ROWS for model in MODELS
 ]

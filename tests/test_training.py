@@ -291,3 +291,11 @@ def test_simple_trains_with_split_parameters(tmp_path):
         for n, shard in ((1, "none"), (2, "params"))
     )
     assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_what_only_the_command_line_can_do_is_refused_in_a_program(tmp_path):
+    for settings in ({"multi_gpu": "ddp"}, {"nproc_per_node": "2"}):
+        with pytest.raises(UserError, match="there is 1 process: several are started by the command line"):
+            start(tmp_path, "run", **settings)
+    with pytest.raises(UserError, match="XLA_FLAGS variable: set it before jax is imported"):
+        start(tmp_path, "run", xla_flags="--xla_of_no_such_name=1")
