@@ -23,6 +23,8 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+VERBS = ("train", "devices")
+
 Applies = Mapping[str, tuple[str, ...]]
 
 

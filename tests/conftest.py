@@ -1,8 +1,9 @@
-"""Eight CPU devices, a seeded key, and no trace left in the user's own caches.
+"""Eight CPU devices, a seeded key, no trace left in the user's own caches, and few compiled programs at a time.
 
 The environment is set when pytest loads this file, before any test module can import jax.
 """
 
+import gc
 import os
 import platform
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 DEVICES = 8
+# Compiled programs take thousands of memory maps, of which Linux allows a process 65,530; past them XLA crashes.
+MAX_MAPS = 30_000
 ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -32,6 +35,18 @@ def user_cache(tmp_path_factory):
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Let go of the programs compiled so far once they take too many memory maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 
 from cssm.config import (
     ARCHS,
-    CELLS_NAMES,
     KNOBS,
     Config,
     UserError,
@@ -29,14 +28,6 @@ def refusal(function, *args) -> str:
         function(*args)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_names_are_those_of_the_cells_and_trunks():
-    from cssm.cells import CELLS
-    from cssm.models import MODELS
-
-    assert set(CELLS_NAMES) == set(CELLS)
-    assert set(ARCHS) == set(MODELS)
 
 
 def test_typed_wins_over_file_over_recipe_over_default(tmp_path):

@@ -1,0 +1,49 @@
+"""Settings of the trunk."""
+
+import dataclasses
+from functools import partial
+
+from cssm import recipes
+from cssm.knobs import knob
+from cssm.settings.family import ARCHS, ATTENTION, BLOCKS, CELL, CELLS_NAMES
+
+_POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
+_POSITIONS += ("spatiotemporal_legacy", "mrope")
+
+_model = partial(knob, group="model", resume="fixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """The trunk: what images become, and what blocks there are."""
+
+    # fmt: off
+    arch: str = _model("simple", "the trunk", choices=ARCHS)
+    cssm: str = _model("hgru_bi", "the cell, which mixes space and time", choices=CELLS_NAMES, applies=CELL)
+    preset: str = _model("nano", "the size; tiny, small and base have 12 blocks of 192, 384 and 768 channels",
+        choices=tuple(recipes.PRESETS), applies=BLOCKS)
+    embed_dim: int | None = _model(None, "channels, an even number", bounds="[2,)", multiple_of=2)
+    depth: int | None = _model(None, "number of blocks", bounds="[1,)")
+    mlp_ratio: float | None = _model(None, "width of a block's MLP over embed_dim", bounds="(0,)",
+        applies=BLOCKS)
+    num_heads: int | None = _model(None, "attention heads, a divisor of embed_dim", bounds="[1,)",
+        applies=({"arch": ("baseline",)}, ATTENTION))
+    stem_mode: str = _model("conv", "how images become maps; pathtracker keeps the resolution (simple only), "
+        "patch is for vit and baseline", choices=("conv", "patch", "pathtracker"))
+    patch_size: int = _model(16, "side of a patch, a divisor of image_size", bounds="[1,)",
+        applies={"stem_mode": ("patch",)})
+    stem_stride: int | None = _model(None, "stride of the stem's convolution", bounds="[1,)",
+        applies={**BLOCKS, "stem_mode": ("conv",)})
+    stem_layers: int = _model(1, "layers of the stem, each halves the resolution", bounds="[1,)",
+        applies={"arch": ("simple",), "stem_mode": ("conv",)})
+    seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=CELL)
+    pos_embed: str | None = _model(None, "positions; baseline takes none or learnable", choices=_POSITIONS,
+        aliases=("rope_mode",), unset="by recipe")
+    norm_type: str = _model("layer", "normalisation of maps: over channels, the batch, each channel's map, "
+        "or all of an example", choices=("layer", "batch", "instance", "global_layer"))
+    pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
+    drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training",
+        bounds="[0,1)", applies=BLOCKS)
+    layer_scale_init: float | None = _model(None, "first value of the factor on each branch", bounds="(0,)",
+        applies=BLOCKS)
+    # fmt: on

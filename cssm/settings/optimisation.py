@@ -1,0 +1,42 @@
+"""Settings of the optimisation."""
+
+import dataclasses
+from functools import partial
+
+from cssm.knobs import knob
+
+_optim = partial(knob, group="optimisation")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimisationSettings:
+    """How long, how fast, with which batch."""
+
+    # fmt: off
+    epochs: int | None = _optim(None, "passes over the training data", bounds="[1,)", aliases=("num_epochs",))
+    max_steps: int | None = _optim(None, "optimizer steps; given with epochs, whichever ends first",
+        bounds="[1,)", unset="by epochs")
+    lr: float | None = _optim(None, "peak learning rate", bounds="(0,)", aliases=("learning_rate",))
+    lr_scale: str = _optim("none", "multiply lr by effective batch / base_batch_size, or its square root",
+        choices=("none", "linear", "sqrt"))
+    base_batch_size: int | None = _optim(None, "effective batch for which lr is meant", bounds="[1,)",
+        applies={"lr_scale": ("linear", "sqrt")}, unset="the recipe's batch_size")
+    warmup_steps: int | None = _optim(None, "steps until the learning rate is full", bounds="[0,)",
+        unset="5% of the run")
+    warmup_epochs: float | None = _optim(None, "the same in epochs", bounds="[0,)", unset="see warmup_steps")
+    schedule: str = _optim("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
+    weight_decay: float = _optim(1e-4, "decoupled weight decay of the matrices", bounds="[0,)")
+    grad_clip: float = _optim(1.0, "highest norm of the gradient, 0 for no limit", bounds="[0,)",
+        aliases=("max_grad_norm",))
+    optimizer: str = _optim("adamw", "the optimizer", choices=("adamw", "sgd"), resume="fixed")
+    label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)")
+    ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
+        bounds="[0,1)", resume="fixed")
+    batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
+        aliases=("per_device_train_batch_size",))
+    global_batch_size: int | None = _optim(None, "images per step; with batch_size it gives grad_accum",
+        bounds="[1,)", unset="batch_size x devices x grad_accum")
+    grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
+        aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
+    seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed")
+    # fmt: on

@@ -1,0 +1,45 @@
+"""Settings of how a run is computed, kept and told."""
+
+import dataclasses
+from functools import partial
+
+from cssm.knobs import VERBS, knob
+from cssm.settings.family import BLOCKS, RECURRENT, spectral
+
+_precision = partial(knob, group="precision and memory")
+_checkpoint = partial(knob, group="checkpoints")
+_report = partial(knob, group="reporting")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSettings:
+    """Precision and memory, checkpoints, reporting."""
+
+    # fmt: off
+    dtype: str = _precision("f32", "type of activations; parameters stay f32", choices=("f32", "bf16"))
+    remat: bool = _precision(False, "recompute activations in the backward pass, to save memory",
+        applies=BLOCKS)
+    spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
+        applies=spectral("s4nd"))
+    scan: str = _precision("auto", "how time is scanned", choices=("auto", "reference", "associative"),
+        applies=RECURRENT)
+    compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
+    mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
+        resume="fresh", verbs=VERBS, unset="left to JAX")
+    xla_flags: str | None = _precision(None, "flags for XLA, added to those in XLA_FLAGS", resume="fresh",
+        verbs=VERBS, unset="none")
+    checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
+        resume="fresh")
+    run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="TIME_ARCH_CSSM")
+    save_every: int | None = _checkpoint(None, "steps between checkpoints", bounds="[1,)",
+        aliases=("save_interval",), unset="at each evaluation")
+    max_checkpoints: int = _checkpoint(3, "newest checkpoints to keep, besides the best", bounds="[2,)")
+    resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path",
+        resume="fresh", unset="start a new run")
+    log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
+    eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
+    quiet: bool = _report(False, "print results only", resume="fresh", verbs=VERBS)
+    headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
+    tensorboard: bool = _report(False, "write TensorBoard events")
+    debug: bool = _report(False, "show the traceback of errors", resume="fresh", verbs=VERBS)
+    # fmt: on
