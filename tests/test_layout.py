@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "data": "config",
     "config": "cssm knobs flags recipes rules settings",
     "settings": "knobs recipes",
-    "flags": "knobs",
+    "flags": "knobs settings",
     "rules": "knobs recipes",
     "recipes": "",
     "knobs": "",
