@@ -3,6 +3,8 @@
 docs/math.md. After the attention controls of the published CSSM code: pre-norm, layer scale, a table of positions.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -54,15 +56,21 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Dense(ratio C), GELU, Dense(C)."""
+    """Dense(ratio C), act, Dense(C); dwconv: h + a depthwise 3x3 convolution of h in between, for x [..., H, W, C]."""
 
     ratio: float
     dtype: jnp.dtype | None = None
+    act: Callable = nn.gelu
+    dwconv: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        hidden = nn.gelu(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
+        hidden = self.act(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
+        if self.dwconv:
+            wide = hidden.shape[-1]
+            conv = nn.Conv(wide, (3, 3), feature_group_count=wide, dtype=self.dtype, name="dwconv")
+            hidden = hidden + conv(hidden)
         return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
 
 
