@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cssm.knobs import Knob, UserError, multiple
-from cssm.recipes import STATES
+from cssm.recipes import OPTIMIZERS, STATES
 
 if TYPE_CHECKING:
     from cssm.config import Config
+
+# Optimizers that do not treat every element by itself, but norms of arrays, or matrices.
+WHOLE = ("lamb", "muon")
 
 # Choices that depend on the architecture; an architecture that is not named has them all.
 _BY_ARCH = {
@@ -37,9 +40,23 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
         raise UserError(f"--xla_flags {config.xla_flags}: each of them must begin with two dashes")
     _check_cell(config)
     _check_parallel(config)
+    _check_trunk(config)
+    _check_image(config)
+
+
+def _check_trunk(config: "Config") -> None:
     if config.num_heads is not None:
         _check_divides("num_heads", config.num_heads, config.embed_dim or 1)
-    _check_image(config)
+    depth = config.depth or 1
+    if config.inter_mlp_ratio and depth == 1:
+        raise UserError(
+            f"--inter_mlp_ratio {config.inter_mlp_ratio} lies between cells, and --depth is 1: type --depth 2 or more"
+        )
+    if config.temporal_attn_every > depth:
+        raise UserError(
+            f"--temporal_attn_every {config.temporal_attn_every} is more than --depth {depth}: type {depth} or less, "
+            f"or 0 for none"
+        )
 
 
 def _check_cell(config: "Config") -> None:
@@ -55,11 +72,20 @@ def _check_cell(config: "Config") -> None:
         raise UserError(f"--no_k_state leaves nothing for {other} to act on: leave one of the two out")
     if read and "a" not in read and not config.feedback:
         raise UserError(f"--no_feedback keeps A from --readout_state {read}: read a as well, or leave one of them out")
+    if config.arch != "baseline" and config.cssm == "spatial_attn" and config.pos_embed == "temporal":
+        raise UserError(
+            "--pos_embed temporal turns all pixels of a frame alike, which spatial_attn does not see: type mrope"
+        )
     if config.arch != "baseline" and config.cssm == "gdn":
         _check_divides("delta_key_dim", config.delta_key_dim, config.embed_dim or 1)
 
 
 def _check_parallel(config: "Config") -> None:
+    if config.shard != "none" and config.optimizer in WHOLE:
+        raise UserError(
+            f"--optimizer {config.optimizer} needs whole arrays, --shard {config.shard} splits them over devices: "
+            f"type --optimizer {' or '.join(name for name in OPTIMIZERS if name not in WHOLE)}, or leave --shard out"
+        )
     nproc, processes = config.nproc_per_node, config.num_processes or 1
     if nproc not in (None, "auto") and not (nproc.isdecimal() and int(nproc)):
         raise UserError(f"--nproc_per_node {nproc}: must be a number of processes, at least 1, or auto")

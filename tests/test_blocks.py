@@ -8,6 +8,7 @@ import pytest
 
 from cssm.cells.core import layer_norm
 from cssm.models import blocks
+from cssm.positions import rope
 
 
 def randn(*shape, seed=0):
@@ -75,8 +76,8 @@ def test_pooling_types_are_ordered_mean_logsumexp_max():
 @pytest.mark.parametrize(
     "stem,side",
     [
-        (blocks.ConvPoolStem(6, 2, blocks.Norm("layer", jnp.float32), jnp.float32), 3),
-        (blocks.PointwiseStem(6, blocks.Norm("layer", jnp.float32), jnp.float32), 9),
+        (blocks.ConvPoolStem(6, 2, blocks.Norm("layer", jnp.float32), nn.softplus, jnp.float32), 3),
+        (blocks.PointwiseStem(6, blocks.Norm("layer", jnp.float32), nn.softplus, jnp.float32), 9),
         (blocks.StridedStem(6, 4, blocks.Norm("batch", jnp.float32), jnp.float32), 3),
         (blocks.PatchStem(6, 3, jnp.float32), 3),
     ],
@@ -93,6 +94,34 @@ def test_a_position_table_is_added_and_the_time_code_unrolls_a_still_image(key):
     np.testing.assert_array_equal(table[1, 0], params["params"]["pos_embed"])
     assert blocks.AddPositions("sinusoidal", 5, jnp.float32).apply({}, x).shape == (2, 5, 3, 4, 8)
     assert blocks.AddPositions("mrope", 5, jnp.float32).apply({}, x) is x
+
+
+def test_separate_positions_turn_pixels_and_add_to_steps(key):
+    x = randn(2, 1, 3, 4, 8)
+    y, params = blocks.AddPositions("separate", 5, jnp.float32).init_with_output(key, x)
+    table = params["params"]["pos_embed"]
+    assert table.shape == (5, 8)
+    np.testing.assert_allclose(y[:, 3], rope(x, "spatial_only")[:, 0] + table[3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "frames,steps,shown",
+    [(3, 3, [0, 1, 2]), (2, 6, [0, 0, 0, 1, 1, 1]), (9, 3, [1, 4, 7]), (5, 3, [0, 2, 4]), (1, 4, [0] * 4), (7, 1, [3])],
+)
+def test_steps_show_frames_at_even_distance(frames, steps, shown):
+    clip = jnp.arange(frames)[None, :, None]
+    assert blocks.sample_frames(clip, steps)[0, :, 0].tolist() == shown
+    # Time has no direction here: of a clip run backwards the same frames are shown, backwards, where none is in doubt.
+    if frames % 2 or frames <= steps:
+        assert blocks.sample_frames(clip[:, ::-1], steps)[0, ::-1, 0].tolist() == shown
+
+
+def test_registers_are_learned_frames_before_the_first_step(key):
+    x = randn(2, 1, 3, 4, 8)
+    y, params = blocks.RegisterTokens(2, 5).init_with_output(key, x)
+    assert y.shape == (2, 7, 3, 4, 8)
+    np.testing.assert_array_equal(y[1, :2, 2, 3], params["params"]["tokens"])
+    np.testing.assert_array_equal(y[:, 6], x[:, 0])
 
 
 def test_gradients_flow_through_the_pool_once_for_each_maximum():

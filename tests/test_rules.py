@@ -57,6 +57,18 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             {"arch": "baseline", "pos_embed": "mrope"},
             "--pos_embed mrope is not for --arch baseline: type none or learnable",
         ),
+        (
+            {"inter_mlp_ratio": 2.0},
+            "--inter_mlp_ratio 2.0 lies between cells, and --depth is 1: type --depth 2 or more",
+        ),
+        (
+            {"arch": "baseline", "temporal_attn_every": 3},
+            "--temporal_attn_every 3 is more than --depth 2: type 2 or less, or 0 for none",
+        ),
+        (
+            {"cssm": "spatial_attn", "pos_embed": "temporal"},
+            "--pos_embed temporal turns all pixels of a frame alike, which spatial_attn does not see: type mrope",
+        ),
         ({"arch": "baseline", "num_heads": 5}, "--num_heads 5 does not divide embed_dim 32: type 4 or 8"),
         ({"arch": "baseline", "num_heads": 99}, "--num_heads 99 does not divide embed_dim 32: type 32"),
         ({"warmup_steps": 0, "warmup_epochs": 0}, "--warmup_steps and --warmup_epochs both set the warm-up"),
@@ -99,6 +111,15 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             {"arch": "vit", "stem_stride": 17},
             "--image_size 16 is smaller than the stride of the stem, 17 (--stem_stride)",
         ),
+        *(
+            (
+                {"optimizer": optimizer, "shard": shard},
+                f"--optimizer {optimizer} needs whole arrays, --shard {shard} splits them over devices: "
+                "type --optimizer adamw or sgd or lion, or leave --shard out",
+            )
+            for optimizer in ("lamb", "muon")
+            for shard in ("optimizer", "params")
+        ),
         (
             {"arch": "vit", "stem_mode": "patch", "image_size": 8},
             "--image_size 8 is smaller than the stride of the stem, 16 (--patch_size)",
@@ -137,6 +158,12 @@ def test_a_kernel_larger_than_the_map_only_warns(settings, side):
     assert warnings_for(Config(**settings, kernel_size=side)) == []
     (sentence,) = warnings_for(Config(**settings, kernel_size=side + 1))
     assert sentence.startswith(f"--kernel_size {side + 1} is larger than the {side}x{side} map")
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "params"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
+def test_an_optimizer_of_elements_goes_with_split_state(optimizer, shard):
+    assert Config(optimizer=optimizer, shard=shard).shard == shard
 
 
 def test_attention_has_no_kernel_to_warn_of():

@@ -61,9 +61,28 @@ def test_a_still_image_is_unrolled_by_the_first_cell_and_the_last_returns_one_st
     jax.eval_shape(model.init, jax.random.key(0), still)
     # The sum of a still image and its unrolled cell has every step.
     assert calls == [(1, 3), (3, 3), (3, 1)]
-    calls.clear()
-    jax.eval_shape(model.init, jax.random.key(0), clip)
-    assert calls == [(5, 5), (5, 5), (5, 1)]
+    for seq_len, steps in ((3, 3), (8, 8)):
+        model, calls = trunk(depth=3, pos_embed="none", seq_len=seq_len)
+        jax.eval_shape(model.init, jax.random.key(0), clip)
+        assert calls == [(steps, steps), (steps, steps), (steps, 1)]
+    model, calls = trunk(depth=2, pos_embed="none", frame_readout="all", n_register_tokens=2)
+    jax.eval_shape(model.init, jax.random.key(0), still)
+    assert calls == [(5, 5), (5, 5)]
+
+
+def test_an_mlp_lies_between_cells():
+    assert set(parameters(inter_mlp_ratio=2.0)) - set(parameters()) == {"mlp_0", "mlp_1"}
+    assert parameters(inter_mlp_ratio=2.0)["mlp_0"]["up"]["kernel"].shape == (4, 8)
+
+
+@pytest.mark.parametrize("change", [{"act_type": "relu"}, {"frame_readout": "all"}, {"pos_embed": "separate"}])
+def test_an_option_changes_the_logits(change):
+    images = randn(2, 8, 8, 1)
+    logits = []
+    for settings in ({}, change):
+        model = models.build(dataclasses.replace(CONFIG, depth=1, **settings), 10)
+        logits.append(jax.jit(model.init_with_output)(jax.random.key(0), images)[0])
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3
 
 
 def test_cells_are_residual():

@@ -51,16 +51,65 @@ def test_depth_counts_blocks_and_each_has_its_norms_and_scales(config):
     assert all(set(shapes[f"block_{i}"]) == parts for i in range(3))
 
 
-@pytest.mark.parametrize("images,steps", [(STILL, [1, 3, 3]), (CLIP, [5, 5, 5])], ids=["still", "clip"])
+@pytest.mark.parametrize("images,steps", [(STILL, 1), (CLIP, 3)], ids=["still", "clip"])
 def test_only_the_last_step_leaves_the_last_block(images, steps):
     """A still image is unrolled by the first cell; the last block's MLP, and the head, run for one step."""
-    unrolled = steps[1]
     assert seen(nn.LayerNorm, lambda m, x: x.shape[1], RECURRENT, images, norm_type="layer") == [
-        *(steps[:1] * 2),  # of the stem and of block 0
-        *(unrolled, unrolled, unrolled, unrolled, 1, 1),
+        *(steps, steps),  # of the stem and of block 0
+        *(3, 3, 3, 3, 1, 1),
     ]
-    assert seen(MLP, lambda m, x: x.shape[1], RECURRENT, images) == [unrolled, unrolled, 1]
-    assert seen(MLP, lambda m, x: x.shape[1], BASELINE, images) == [steps[0]] * 3
+    assert seen(MLP, lambda m, x: x.shape[1], RECURRENT, images) == [3, 3, 1]
+    assert seen(MLP, lambda m, x: x.shape[1], BASELINE, images) == [images.shape[1] if images is CLIP else 1] * 3
+    assert seen(MLP, lambda m, x: x.shape[1], RECURRENT, images, frame_readout="all") == [3, 3, 3]
+
+
+@pytest.mark.parametrize("seq_len,frames", [(3, 3), (5, 5), (10, 5)])
+def test_the_stem_sees_no_frame_twice_and_none_that_no_step_shows(seq_len, frames):
+    assert seen(blocks.StridedStem, lambda m, x: x.shape[1], RECURRENT, seq_len=seq_len) == [frames]
+    assert seen(MLP, lambda m, x: x.shape[1], RECURRENT, seq_len=seq_len) == [seq_len, seq_len, 1]
+
+
+def test_registers_come_before_the_first_step_and_are_not_read():
+    def steps(**how):
+        return seen(MLP, lambda m, x: x.shape[1], RECURRENT, n_register_tokens=2, **how)
+
+    assert steps() == [5, 5, 1]
+    assert seen(blocks.RegisterTokens, lambda m, x: x.shape[1], RECURRENT, STILL, n_register_tokens=2) == [1]
+    everything = {"n_register_tokens": 2, "frame_readout": "all"}
+    last = seen(nn.Dense, lambda m, x: x.shape[1] if m.name == "head" else None, RECURRENT, **everything)[-1]
+    assert last == 3
+
+
+def test_attention_over_time_comes_after_every_so_many_blocks():
+    shapes = parameters(BASELINE, temporal_attn_every=2)
+    assert set(shapes) - set(parameters(BASELINE)) == {"block_1_time"}
+    model = built(BASELINE, temporal_attn_every=2, layer_scale_init=1.0)
+    variables = jax.jit(model.init)(jax.random.key(0), STILL)
+    apply = jax.jit(lambda images: model.apply(variables, images))
+    frames = apply(CLIP.reshape(10, 8, 8, 1)).reshape(2, 5, 10)
+    assert np.abs(apply(CLIP) - frames.mean(1)).max() > 1e-3, "frames do not mix"
+
+
+@pytest.mark.parametrize(
+    "change,added",
+    [
+        ({"use_dwconv": True}, {"dwconv"}),
+        ({"output_act": "silu"}, set()),
+        ({"readout_act": "none"}, set()),
+        ({"pos_embed": "separate"}, set()),
+    ],
+)
+def test_an_option_of_the_trunk_changes_what_it_says(change, added):
+    """Same parameters but for those added, other logits."""
+
+    def names(**how):
+        leaves = jax.tree_util.tree_leaves_with_path(parameters(RECURRENT, **how))
+        return {path[-2].key for path, _ in leaves}
+
+    assert names(**change) - names() == added
+    plain, changed = (built(RECURRENT, cssm="no_gate", gate_type=None, depth=1, **c) for c in ({}, change))
+    logits = [jax.jit(m.init_with_output)(jax.random.key(0), STILL)[0] for m in (plain, changed)]
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3
 
 
 def test_drop_path_rates_rise_linearly_to_the_last_block():

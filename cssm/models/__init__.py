@@ -10,7 +10,7 @@ from cssm.cells import CELLS
 from cssm.cells.attention import SelfAttention
 from cssm.cells.core import CellOptions
 from cssm.config import Config
-from cssm.models.blocks import Norm
+from cssm.models.blocks import ACTIVATIONS, Norm
 from cssm.models.simple import Simple
 from cssm.models.vit import ViT
 from cssm.positions import ROPE_MODES
@@ -70,22 +70,30 @@ def build(
         "num_classes": num_classes,
         "embed_dim": config.embed_dim,
         "depth": config.depth,
-        "seq_len": config.seq_len or 1,
+        "seq_len": config.seq_len,
         "stem_mode": config.stem_mode,
         "pos_embed": config.pos_embed,
+        "register_tokens": config.n_register_tokens,
+        # Attention mixes the frames of a clip alike, so that no step stands for the others.
+        "read_all": config.arch == "baseline" or config.frame_readout == "all",
         "norm": Norm(config.norm_type, dtype, bn_axis),
         "pool_type": config.pool_type,
         "dtype": dtype,
     }
     if config.arch == "simple":
-        return Simple(stem_layers=config.stem_layers, **common)
+        act = ACTIVATIONS[config.act_type]
+        return Simple(stem_layers=config.stem_layers, act=act, inter_mlp_ratio=config.inter_mlp_ratio, **common)
     return ViT(
         patch_size=config.patch_size,
         stem_stride=config.stem_stride or 1,  # patches have none
+        output_act=ACTIVATIONS[config.output_act],
         mlp_ratio=_known(config.mlp_ratio),
+        use_dwconv=config.use_dwconv,
         drop_path_rate=config.drop_path_rate,
         layer_scale_init=_known(config.layer_scale_init),
-        recurrent=config.arch != "baseline",
+        time_attn_every=config.temporal_attn_every,
+        time_heads=config.num_heads or 1,
+        readout_act=ACTIVATIONS[config.readout_act],
         wrap_block=wrap_block,
         **common,
     )

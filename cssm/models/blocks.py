@@ -10,9 +10,18 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from cssm.cells.core import layer_norm
-from cssm.positions import time_code
+from cssm.cells.core import layer_norm, repeat_over_time
+from cssm.positions import rope, time_code
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "none": lambda x: x,
+    "softplus": nn.softplus,
+    "gelu": nn.gelu,
+    "relu": nn.relu,
+    "silu": nn.silu,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,16 @@ class Norm:
         return nn.BatchNorm(not train, axis_name=self.axis, momentum=0.99, epsilon=1e-5, **shared)
 
 
+def sample_frames(x: jax.Array, num_steps: int) -> jax.Array:
+    """[B, F, ...] -> [B, num_steps, ...]: step t shows frame floor((t + 1/2) F / num_steps).
+
+    Each step shows the middle of its share of the clip (as temporal segments do, Wang et al. 2016): frames are left out
+    at even distance, or shown as often as each other.
+    """
+    frames = x.shape[1]
+    return x if frames == num_steps else x[:, (2 * np.arange(num_steps) + 1) * frames // (2 * num_steps)]
+
+
 def on_frames(module: Callable, x: jax.Array) -> jax.Array:
     """Apply a 2-D module to every frame of [B, T, H, W, C]."""
     y = module(x.reshape(-1, *x.shape[2:]))
@@ -48,33 +67,35 @@ def on_frames(module: Callable, x: jax.Array) -> jax.Array:
 
 
 class ConvPoolStem(nn.Module):
-    """stem_layers times: 3x3 convolution, softplus, norm, 2x2 max-pool (SAME): side ceil(side / 2^layers)."""
+    """stem_layers times: 3x3 convolution, act, norm, 2x2 max-pool (SAME): side ceil(side / 2^layers)."""
 
     features: int
     layers: int
     norm: Norm
+    act: Callable
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         for i in range(self.layers):
             x = on_frames(nn.Conv(self.features, (3, 3), dtype=self.dtype, name=f"conv_{i}"), x)
-            x = self.norm(train, f"norm_{i}")(nn.softplus(x))
+            x = self.norm(train, f"norm_{i}")(self.act(x))
             x = max_pool_2x2(x)
         return x
 
 
 class PointwiseStem(nn.Module):
-    """1x1 convolution, softplus, norm; keeps the resolution."""
+    """1x1 convolution, act, norm; keeps the resolution."""
 
     features: int
     norm: Norm
+    act: Callable
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Dense(self.features, dtype=self.dtype, name="conv_0")(x)
-        return self.norm(train, "norm_0")(nn.softplus(x))
+        return self.norm(train, "norm_0")(self.act(x))
 
 
 class StridedStem(nn.Module):
@@ -106,10 +127,14 @@ class PatchStem(nn.Module):
 
 
 class AddPositions(nn.Module):
-    """mode "learnable": a table [H, W, C] ~ N(0, 0.02) added; "sinusoidal": the time code [T, C]; else nothing."""
+    """[B, T or 1, H, W, C] -> the same, or [B, T, H, W, C] where positions in time are added; T = num_steps.
+
+    mode "learnable": a table [H, W, C] ~ N(0, 0.02) added; "sinusoidal": the time code [T, C]; "separate": channels
+    turned by spatial_only RoPE, and a table [T, C] ~ N(0, 0.02) added; else nothing.
+    """
 
     mode: str
-    seq_len: int
+    num_steps: int
     dtype: jnp.dtype
 
     @nn.compact
@@ -118,9 +143,28 @@ class AddPositions(nn.Module):
             table = self.param("pos_embed", nn.initializers.normal(0.02), x.shape[-3:])
             return x + table.astype(x.dtype)
         if self.mode == "sinusoidal":
-            steps = self.seq_len if x.shape[1] == 1 else x.shape[1]
-            return x + time_code(steps, x.shape[-1], x.dtype)[:, None, None, :]
+            return x + time_code(self.num_steps, x.shape[-1], x.dtype)[:, None, None, :]
+        if self.mode == "separate":
+            table = self.param("pos_embed", nn.initializers.normal(0.02), (self.num_steps, x.shape[-1]))
+            return rope(x, "spatial_only") + table[:, None, None, :].astype(x.dtype)
         return x
+
+
+class RegisterTokens(nn.Module):
+    """x [B, T or 1, H, W, C] -> [B, count + T, H, W, C]: learned frames, alike at all pixels, before the T = num_steps.
+
+    What registers are to the tokens of a transformer (Darcet et al. 2024), here in time: steps in which the states can
+    prepare themselves. N(0, 0.02) at the start.
+    """
+
+    count: int
+    num_steps: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        table = self.param("tokens", nn.initializers.normal(0.02), (self.count, x.shape[-1]))
+        frames = jnp.broadcast_to(table[:, None, None, :].astype(x.dtype), (x.shape[0], self.count, *x.shape[2:]))
+        return jnp.concatenate([frames, repeat_over_time(x, self.num_steps)], axis=1)
 
 
 class DropPath(nn.Module):

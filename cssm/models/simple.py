@@ -9,38 +9,57 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cssm.cells.attention import MLP
 from cssm.cells.core import layer_norm
 from cssm.models import blocks
 
 
 class Simple(nn.Module):
-    """images [B, H, W, C] or [B, T, H, W, C], float -> logits [B, num_classes], float32."""
+    """images [B, H, W, C] or [B, F, H, W, C], float -> logits [B, num_classes], float32.
+
+    seq_len: steps T that an image, or the F frames of a clip, take (blocks.sample_frames); None: one for each frame.
+    read_all: the T steps are pooled; otherwise the last alone is read.
+    """
 
     mixer: Callable[..., nn.Module]
     num_classes: int
     embed_dim: int
     depth: int
-    seq_len: int
+    seq_len: int | None
     stem_mode: str
     stem_layers: int
     pos_embed: str
+    register_tokens: int
     norm: blocks.Norm
+    act: Callable
+    inter_mlp_ratio: float
+    read_all: bool
     pool_type: str
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
         x = images[:, None] if images.ndim == 4 else images
-        steps = self.seq_len if images.ndim == 4 else images.shape[1]
+        steps = self.seq_len or x.shape[1]
+        x = blocks.sample_frames(x, min(steps, x.shape[1]))
         x = self._stem(x.astype(self.dtype), train)
-        x = blocks.AddPositions(self.pos_embed, self.seq_len, self.dtype, name="positions")(x)
+        x = x if x.shape[1] == 1 else blocks.sample_frames(x, steps)
+        x = blocks.AddPositions(self.pos_embed, steps, self.dtype, name="positions")(x)
+        if self.register_tokens:
+            x = blocks.RegisterTokens(self.register_tokens, steps, name="registers")(x)
+            steps += self.register_tokens
         for i in range(self.depth):
-            last = i == self.depth - 1
-            y = self.mixer(name=f"cell_{i}")(x, num_steps=steps, last_only=last)
-            x = (x[:, -1:] if last else x) + y
-            if not last:
-                x = nn.softplus(self.norm(train, f"body_norm_{i}")(x))
-        x = nn.softplus(self.norm(train, "readout_norm")(x))
+            end = i == self.depth - 1
+            last_only = end and not self.read_all
+            y = self.mixer(name=f"cell_{i}")(x, num_steps=steps, last_only=last_only)
+            x = (x[:, -1:] if last_only else x) + y
+            if not end:
+                x = self.act(self.norm(train, f"body_norm_{i}")(x))
+                if self.inter_mlp_ratio:
+                    x = x + MLP(self.inter_mlp_ratio, self.dtype, self.act, name=f"mlp_{i}")(x)
+        if self.read_all:
+            x = x[:, self.register_tokens :]
+        x = self.act(self.norm(train, "readout_norm")(x))
         x = blocks.pool(x, self.pool_type)
         x = layer_norm(self.dtype, "norm_post")(x)
         return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
@@ -49,5 +68,6 @@ class Simple(nn.Module):
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "pathtracker":
-            return blocks.PointwiseStem(self.embed_dim, self.norm, self.dtype, name="stem")(x, train)
-        return blocks.ConvPoolStem(self.embed_dim, self.stem_layers, self.norm, self.dtype, name="stem")(x, train)
+            return blocks.PointwiseStem(self.embed_dim, self.norm, self.act, self.dtype, name="stem")(x, train)
+        stem = blocks.ConvPoolStem(self.embed_dim, self.stem_layers, self.norm, self.act, self.dtype, name="stem")
+        return stem(x, train)

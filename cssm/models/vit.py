@@ -11,19 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cssm.cells.attention import MLP, LayerScale
+from cssm.cells.attention import MLP, LayerScale, SelfAttention
 from cssm.cells.core import layer_norm
 from cssm.models import blocks
 
 
 class Block(nn.Module):
-    """x + scale(mixer(norm x)), then x + scale(mlp(norm x)); [B, T or 1, H, W, C] -> [B, T, H, W, C].
+    """x + scale(act(mixer(norm x))), then x + scale(mlp(norm x)); [B, T or 1, H, W, C] -> [B, T, H, W, C].
 
     last_only: only the last step is returned, and the MLP runs for it alone.
     """
 
     mixer: Callable[..., nn.Module]
+    output_act: Callable
     mlp_ratio: float
+    use_dwconv: bool
     layer_scale_init: float
     drop_path_rate: float
     num_steps: int
@@ -33,67 +35,117 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        def branch(y: jax.Array, name: str) -> jax.Array:
-            y = LayerScale(self.layer_scale_init, name=f"{name}_scale")(y)
-            return blocks.DropPath(self.drop_path_rate, self.train, name=f"{name}_drop")(y)
-
+        branch = _branch(self)
         y = layer_norm(self.dtype, "mixer_norm")(x)
         y = self.mixer(name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
-        x = (x[:, -1:] if self.last_only else x) + branch(y, "mixer")
+        x = (x[:, -1:] if self.last_only else x) + branch(self.output_act(y), "mixer")
         y = layer_norm(self.dtype, "mlp_norm")(x)
-        return x + branch(MLP(self.mlp_ratio, self.dtype, name="mlp")(y), "mlp")
+        return x + branch(MLP(self.mlp_ratio, self.dtype, dwconv=self.use_dwconv, name="mlp")(y), "mlp")
+
+
+class TimeBlock(nn.Module):
+    """x + scale(attention over the steps of each pixel (norm x)); x [B, T, H, W, C]."""
+
+    num_heads: int
+    layer_scale_init: float
+    drop_path_rate: float
+    train: bool
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = layer_norm(self.dtype, "time_norm")(x)
+        y = SelfAttention(self.num_heads, self.dtype, "time", name="time")(y)
+        return x + _branch(self)(y, "time")
+
+
+def _branch(block: Block | TimeBlock) -> Callable[[jax.Array, str], jax.Array]:
+    """Layer scale and drop path of a branch, in the block's compact call."""
+
+    def apply(y: jax.Array, name: str) -> jax.Array:
+        y = LayerScale(block.layer_scale_init, name=f"{name}_scale")(y)
+        return blocks.DropPath(block.drop_path_rate, block.train, name=f"{name}_drop")(y)
+
+    return apply
 
 
 class ViT(nn.Module):
-    """images [B, H, W, C] or [B, T, H, W, C], float -> logits [B, num_classes], float32.
+    """images [B, H, W, C] or [B, F, H, W, C], float -> logits [B, num_classes], float32.
 
-    recurrent: the mixer carries earlier steps into the last one, which alone is read; else all frames are pooled.
+    seq_len: as in simple.Simple. read_all: the logits of all steps are pooled; otherwise the last step alone is read,
+    to which a recurrent mixer has carried the earlier ones. time_attn_every: attention over time, with `time_heads`
+    heads, after every so many blocks; 0: none.
     """
 
     mixer: Callable[..., nn.Module]
     num_classes: int
     embed_dim: int
     depth: int
-    seq_len: int
+    seq_len: int | None
     stem_mode: str
     patch_size: int
     stem_stride: int
     pos_embed: str
+    register_tokens: int
     norm: blocks.Norm
-    pool_type: str
+    output_act: Callable
     mlp_ratio: float
+    use_dwconv: bool
     drop_path_rate: float
     layer_scale_init: float
-    recurrent: bool
+    time_attn_every: int
+    time_heads: int
+    read_all: bool
+    readout_act: Callable
+    pool_type: str
     wrap_block: Callable | None
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
         x = images[:, None] if images.ndim == 4 else images
-        steps = self.seq_len if images.ndim == 4 else images.shape[1]
+        steps = self.seq_len or x.shape[1]
+        x = blocks.sample_frames(x, min(steps, x.shape[1]))
         x = self._stem(x.astype(self.dtype), train)
-        x = blocks.AddPositions(self.pos_embed, self.seq_len, self.dtype, name="positions")(x)
-        block = self.wrap_block(Block) if self.wrap_block else Block
-        # Stochastic depth rises linearly over depth (Huang et al. 2016).
-        rates = np.linspace(0.0, self.drop_path_rate, self.depth)
-        for i in range(self.depth):
-            x = block(
-                mixer=self.mixer,
-                mlp_ratio=self.mlp_ratio,
-                layer_scale_init=self.layer_scale_init,
-                drop_path_rate=float(rates[i]),
-                num_steps=steps,
-                last_only=self.recurrent and i == self.depth - 1,
-                train=train,
-                dtype=self.dtype,
-                name=f"block_{i}",
-            )(x)
-        x = layer_norm(self.dtype, "head_norm")(nn.gelu(x))
+        x = x if x.shape[1] == 1 else blocks.sample_frames(x, steps)
+        x = blocks.AddPositions(self.pos_embed, steps, self.dtype, name="positions")(x)
+        if self.register_tokens:
+            x = blocks.RegisterTokens(self.register_tokens, steps, name="registers")(x)
+            steps += self.register_tokens
+        x = self._blocks(x, steps, train)
+        if self.read_all:
+            x = x[:, self.register_tokens :]
+        x = layer_norm(self.dtype, "head_norm")(self.readout_act(x))
         logits = nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
             jnp.promote_types(self.dtype, jnp.float32)
         )
         return blocks.pool(logits, self.pool_type)
+
+    def _blocks(self, x: jax.Array, steps: int, train: bool) -> jax.Array:
+        wrap = self.wrap_block or (lambda block: block)
+        block, time_block = wrap(Block), wrap(TimeBlock) if self.time_attn_every else TimeBlock
+        # Stochastic depth rises linearly over depth (Huang et al. 2016).
+        rates = np.linspace(0.0, self.drop_path_rate, self.depth)
+        for i in range(self.depth):
+            shared = {
+                "layer_scale_init": self.layer_scale_init,
+                "drop_path_rate": float(rates[i]),
+                "train": train,
+                "dtype": self.dtype,
+            }
+            x = block(
+                mixer=self.mixer,
+                output_act=self.output_act,
+                mlp_ratio=self.mlp_ratio,
+                use_dwconv=self.use_dwconv,
+                num_steps=steps,
+                last_only=not self.read_all and i == self.depth - 1,
+                name=f"block_{i}",
+                **shared,
+            )(x)
+            if self.time_attn_every and (i + 1) % self.time_attn_every == 0:
+                x = time_block(num_heads=self.time_heads, name=f"block_{i}_time", **shared)(x)
+        return x
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "patch":

@@ -24,4 +24,6 @@ def spectral(*more: str, **conditions: tuple[str, ...]) -> tuple[dict[str, tuple
 
 GATES = cells(*(n for n in CELLS_NAMES if n not in ("no_gate", "standard", *_NO_KERNEL[1:])))
 RECURRENT = cells(*(n for n in CELLS_NAMES if n not in _NO_KERNEL[2:]))
+# Where a step may differ from the one before: to attention over the pixels of a frame, equal frames are one.
+STEPS = cells(*(n for n in CELLS_NAMES if n != "spatial_attn"))
 ATTENTION = cells("spatial_attn", "spatiotemporal_attn")

@@ -5,10 +5,10 @@ from functools import partial
 
 from cssm import recipes
 from cssm.knobs import knob
-from cssm.settings.family import ARCHS, ATTENTION, BLOCKS, CELL, CELLS_NAMES
+from cssm.settings.family import ARCHS, ATTENTION, BLOCKS, CELL, CELLS_NAMES, STEPS
 
 _POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
-_POSITIONS += ("spatiotemporal_legacy", "mrope")
+_POSITIONS += ("spatiotemporal_legacy", "mrope", "separate")
 
 _model = partial(knob, group="model", resume="fixed")
 
@@ -36,12 +36,27 @@ class ModelSettings:
         applies={**BLOCKS, "stem_mode": ("conv",)})
     stem_layers: int = _model(1, "layers of the stem, each halves the resolution", bounds="[1,)",
         applies={"arch": ("simple",), "stem_mode": ("conv",)})
-    seq_len: int | None = _model(None, "time steps", bounds="[1,)", applies=CELL)
+    seq_len: int | None = _model(None, "time steps, for which a still image is repeated and the frames of a clip are "
+        "sampled evenly", bounds="[1,)", applies=STEPS)
+    n_register_tokens: int = _model(0, "learned frames before the first step", bounds="[0,)", applies=STEPS)
+    frame_readout: str = _model("last", "steps that are read", choices=("last", "all"), applies=STEPS)
     pos_embed: str | None = _model(None, "positions; baseline takes none or learnable", choices=_POSITIONS,
         aliases=("rope_mode",), unset="by recipe")
     norm_type: str = _model("layer", "normalisation of maps: over channels, the batch, each channel's map, "
         "or all of an example", choices=("layer", "batch", "instance", "global_layer"))
-    pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"))
+    act_type: str = _model("softplus", "activation of the stem, between cells and before pooling",
+        choices=("softplus", "gelu", "relu"), applies={"arch": ("simple",)})
+    inter_mlp_ratio: float = _model(0.0, "width over embed_dim of an MLP between cells, 0 for none", bounds="[0,)",
+        applies={"arch": ("simple",)})
+    output_act: str = _model("none", "activation of what a block's cell returns", choices=("none", "gelu", "silu"),
+        applies={"arch": ("vit",)})
+    use_dwconv: bool = _model(False, "a depthwise 3x3 convolution in each MLP", applies=BLOCKS)
+    temporal_attn_every: int = _model(0, "blocks between those with attention over time, 0 for none",
+        bounds="[0,)", applies={"arch": ("baseline",)})
+    readout_act: str = _model("gelu", "activation before the classifier", choices=("gelu", "none", "silu", "softplus"),
+        applies=BLOCKS)
+    pool_type: str = _model("max", "pooling over space at the end", choices=("mean", "max", "logsumexp"),
+        aliases=("pooling_mode",))
     drop_path_rate: float = _model(0.0, "highest rate at which a block is skipped in training",
         bounds="[0,1)", applies=BLOCKS)
     layer_scale_init: float | None = _model(None, "first value of the factor on each branch", bounds="(0,)",
