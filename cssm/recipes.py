@@ -70,6 +70,15 @@ PRESETS: dict[str, dict[str, Row]] = {
     "base": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 768, "num_heads": 12}),
 }
 
+# By --optimizer; its lr_factor times the lr of the rows above, which are for adamw
+OPTIMIZERS: dict[str, Row] = {
+    "adamw": {"lr_factor": 1.0, "beta1": 0.9, "beta2": 0.999},
+    "sgd": {"lr_factor": 1.0, "momentum": 0.9},
+    "lion": {"lr_factor": 1.0, "beta1": 0.9, "beta2": 0.99},
+    "lamb": {"lr_factor": 1.0, "beta1": 0.9, "beta2": 0.999},
+    "muon": {"lr_factor": 1.0, "momentum": 0.95, "beta1": 0.9, "beta2": 0.999},
+}
+
 # Side of the images in pixels, by --dataset, then (Pathfinder) by --pathfinder_difficulty
 DIGITS_SIZE = 16
 PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20": 128, "25": 128}
@@ -81,11 +90,13 @@ def recipe(config: "Config") -> Row:
     sizes = {"digits": DIGITS_SIZE, "pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
     values = {
         **row[config.dataset],
+        **OPTIMIZERS[config.optimizer],
         "image_size": sizes[config.dataset],
         "num_workers": min(8, os.cpu_count() or 1),
         "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
     }
     values["base_batch_size"] = values["batch_size"]
+    values["lr"] *= values.pop("lr_factor")
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()
     given |= {"batch_size"} if config.global_batch_size else set()
     return {name: value for name, value in values.items() if name not in given}

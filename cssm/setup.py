@@ -14,10 +14,11 @@ from cssm import data, models
 from cssm.config import Config, applicable, warnings_for
 from cssm.data.pipeline import Source, steps_per_epoch
 from cssm.flops import count_flops
+from cssm.optimizers import make_optimizer, make_schedule
 from cssm.recipes import scaled_lr
 from cssm.report import Reporter
 from cssm.runs import Run
-from cssm.step import TrainState, init_state, make_optimizer, make_schedule
+from cssm.step import TrainState, init_state
 from parallel import devices as par
 from parallel.sharded import ShardedParams, gather, make_strategy
 from parallel.sync import Replicated

@@ -1,4 +1,4 @@
-"""What happens on one device: the train state, the optimizer, the loss, the two halves of a step, evaluation.
+"""What happens on one device: the train state, the loss, the two halves of a step, evaluation.
 
 All functions are pure and run inside `parallel.devices.spmd`, where AXIS names the device axis; a batch holds this
 device's share. Between the halves of a step the strategy (parallel.sync) makes one gradient of all devices'.
@@ -20,10 +20,6 @@ from parallel.devices import AXIS, sum_over_devices, unreplicate
 from parallel.sync import Replicated
 
 Tree = Any
-
-# Parameters that weight decay would only pull away from their meaning: offsets, scales, position tables, decays, time
-# scales and frequencies of states.
-NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "A_logit", "decay", "log_dt", "log_rate", "frequency", "D")
 
 
 class TrainState(struct.PyTreeNode):
@@ -85,44 +81,6 @@ class Totals:
 def normalise(images: jax.Array) -> jax.Array:
     """uint8 0..255 -> float32 -1..1."""
     return images.astype(jnp.float32) / 127.5 - 1.0
-
-
-def make_schedule(config: Config, total_steps: int, warmup_steps: int) -> optax.Schedule:
-    """Learning rate at a number of finished updates: linear warm-up from 0, then cosine to 1 % of lr, or constant."""
-    lr = config.lr
-    assert lr is not None, "a complete configuration has one"
-    after = (
-        optax.cosine_decay_schedule(lr, max(total_steps - warmup_steps, 1), alpha=0.01)
-        if config.schedule == "cosine"
-        else optax.constant_schedule(lr)
-    )
-    if warmup_steps == 0:
-        return after
-    # Step 1 already learns: the ramp starts at lr / warmup_steps, not at 0.
-    ramp = optax.linear_schedule(lr / warmup_steps, lr, max(warmup_steps - 1, 1))
-    return optax.join_schedules([ramp, after], [warmup_steps])
-
-
-def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW, or SGD with momentum 0.9 and the same decoupled decay; clipping is the strategy's.
-
-    Complex leaves are right as they are: their moments use |g|^2 and gradients arrive conjugated.
-    """
-    rule = optax.scale_by_adam() if config.optimizer == "adamw" else optax.trace(decay=0.9)
-    return optax.chain(
-        rule,
-        optax.add_decayed_weights(config.weight_decay, mask=decays),
-        optax.scale_by_learning_rate(schedule),
-    )
-
-
-def decays(params: Tree) -> Tree:
-    """True for the leaves that weight decay applies to: not biases, norms, layer scale, position tables."""
-
-    def named(path: tuple[Any, ...]) -> str:
-        return next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
-
-    return jax.tree_util.tree_map_with_path(lambda path, _: named(path) not in NO_DECAY, params)
 
 
 def init_state(

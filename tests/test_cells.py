@@ -11,7 +11,8 @@ import pytest
 from cssm import models
 from cssm.cells import CELLS
 from cssm.config import Config, parse_args
-from cssm.step import Sums, init_state, make_backward, make_finish, make_optimizer, make_schedule
+from cssm.optimizers import make_optimizer, make_schedule
+from cssm.step import Sums, init_state, make_backward, make_finish
 from parallel import devices as par
 from parallel.sync import Replicated
 

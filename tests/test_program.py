@@ -8,8 +8,9 @@ import pytest
 
 from cssm import models
 from cssm.config import Config
+from cssm.optimizers import make_optimizer, make_schedule
 from cssm.setup import wrapper
-from cssm.step import Sums, init_state, make_backward, make_finish, make_optimizer, make_schedule
+from cssm.step import Sums, init_state, make_backward, make_finish
 from parallel import devices as par
 from parallel.sharded import make_strategy
 

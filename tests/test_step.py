@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +13,18 @@ from cssm import models
 from cssm.config import Config
 from cssm.data.pipeline import eval_batches
 from cssm.data.records import ArraySource
+from cssm.optimizers import make_optimizer, make_schedule
 from cssm.step import (
     Sums,
     cross_entropy,
-    decays,
     init_state,
     make_backward,
     make_eval_step,
     make_finish,
-    make_optimizer,
-    make_schedule,
 )
 from parallel import devices as par
 from parallel.sync import Replicated
 
-OFFSETS = {"bias", "scale", "gamma", "pos_embed"}
 SMALL = {"embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "warmup_steps": 0}
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.0, "grad_clip": 0.0}
 SIMPLE = Config(arch="simple", **SGD, **SMALL)
@@ -242,27 +238,6 @@ def test_drop_path_masks_differ_between_devices_and_between_steps():
     assert first[0] != first[1]
     assert (first != second).all()
     np.testing.assert_array_equal(first, again)
-
-
-def test_weight_decay_spares_offsets_scales_and_tables():
-    config = dataclasses.replace(VIT, norm_type="batch")
-    model = models.build(config, 10)
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1))))["params"]
-    kept = {jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(decays(params))}
-    assert {path.split("'")[-2] for path, on in kept.items() if on} == {"kernel"}
-    assert {path.split("'")[-2] for path, on in kept.items() if not on} == OFFSETS
-
-
-def test_schedule_warms_up_from_the_first_step_and_ends_at_one_percent():
-    config = dataclasses.replace(VIT, lr=1.0)
-    schedule = make_schedule(config, 100, 10)
-    rates = [float(schedule(step)) for step in range(101)]
-    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
-    assert max(rates) == pytest.approx(1.0) and rates[100] == pytest.approx(0.01)
-    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
-    assert float(make_schedule(config, 10, 0)(0)) == pytest.approx(1.0)
-    constant = make_schedule(dataclasses.replace(config, schedule="constant"), 10, 0)
-    assert float(constant(9)) == pytest.approx(1.0)
 
 
 def test_ema_and_batch_statistics_follow_the_steps():

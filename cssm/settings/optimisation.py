@@ -4,8 +4,14 @@ import dataclasses
 from functools import partial
 
 from cssm.knobs import knob
+from cssm.recipes import OPTIMIZERS
 
 _optim = partial(knob, group="optimisation")
+
+
+def _rule(name: str) -> dict[str, tuple[str, ...]]:
+    """Where a setting of the optimizers has a meaning."""
+    return {"optimizer": tuple(optimizer for optimizer, row in OPTIMIZERS.items() if name in row)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,13 @@ class OptimisationSettings:
     weight_decay: float = _optim(1e-4, "decoupled weight decay of the matrices", bounds="[0,)")
     grad_clip: float = _optim(1.0, "highest norm of the gradient, 0 for no limit", bounds="[0,)",
         aliases=("max_grad_norm",))
-    optimizer: str = _optim("adamw", "the optimizer", choices=("adamw", "sgd"), resume="fixed")
+    optimizer: str = _optim("adamw", "the optimizer", choices=tuple(OPTIMIZERS), resume="fixed")
+    momentum: float | None = _optim(None, "share of the momentum that is kept", bounds="[0,1)",
+        applies=_rule("momentum"), unset="0.9, muon 0.95")
+    beta1: float | None = _optim(None, "decay of the average of gradients; of muon's AdamW", bounds="[0,1)",
+        applies=_rule("beta1"), unset="0.9")
+    beta2: float | None = _optim(None, "decay of the average of their squares; of lion's momentum", bounds="[0,1)",
+        applies=_rule("beta2"), unset="0.999, lion 0.99")
     label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)")
     ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
         bounds="[0,1)", resume="fixed")
