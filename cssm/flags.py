@@ -181,6 +181,7 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         "Train CSSM vision models, on every visible device unless told otherwise. No verb means train.",
         "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
         "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",
+        "N may be written 300k, 1.5M or 2G: thousands, millions, thousands of millions.",
         "By recipe: chosen to fit the architecture, the preset and the data; a run's config.yaml holds it.",
     ]
     group = ""

@@ -9,6 +9,7 @@ import math
 import os
 import types
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
 
@@ -63,7 +64,7 @@ class Knob:
             return None
         try:
             result = _CONVERT[self.type](value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, ArithmeticError):
             raise UserError(f"{label} {value}: must be {_KINDS[self.type]}") from None
         if self.choices and result not in self.choices:
             near = did_you_mean(result, self.choices)
@@ -120,12 +121,21 @@ def _to_bool(value: Any) -> bool:
     return text == "true"
 
 
+SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9}
+
+
 def _to_int(value: Any) -> int:
-    if isinstance(value, str) and value.strip("+-").isdecimal():
-        return int(value)
-    if isinstance(value, bool) or not float(value).is_integer():
+    """1.5k is 1500; 1.5 and 1.0005k are no whole numbers. A suffix may be of either case."""
+    if isinstance(value, bool):
         raise ValueError
-    return int(float(value)) if isinstance(value, str) else int(value)
+    factor = 1
+    if isinstance(value, str):
+        factor = next((factor for suffix, factor in SUFFIXES.items() if value[-1:].lower() == suffix.lower()), 1)
+        value = value[:-1] if factor > 1 else value
+    number = Decimal(value) * factor  # exact to 28 digits
+    if number.adjusted() > 27 or number != number.to_integral_value():
+        raise ValueError
+    return int(number)
 
 
 def _to_float(value: Any) -> float:
@@ -145,7 +155,12 @@ def _to_str(value: Any) -> str:
 
 
 _CONVERT = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number, such as 500 or 5k",
+    float: "a number",
+    str: "a text that is not empty",
+}
 
 
 def _ends(bounds: str) -> tuple[float | None, float | None]:

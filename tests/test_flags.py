@@ -179,6 +179,7 @@ def yaml(tmp_path, text: str) -> dict:
     [
         ("lr: 1e-3", {"lr": 1e-3}),
         ("lr: '1e-3'\nepochs: 1e1", {"lr": 1e-3, "epochs": 10}),
+        ("max_steps: 1.5k\nmax_train_examples: 2M", {"max_steps": 1500, "max_train_examples": 2_000_000}),
         ("run_name: 007\ngpus: 0,1", {"run_name": "007", "gpus": "0,1"}),
         ("gpus: [0, 1]", {"gpus": "0,1"}),
         ("pathfinder_difficulty: 14", {"pathfinder_difficulty": "14"}),
