@@ -121,18 +121,16 @@ def _to_bool(value: Any) -> bool:
     return text == "true"
 
 
-SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9}
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def _to_int(value: Any) -> int:
     """1.5k is 1500; 1.5 and 1.0005k are no whole numbers. A suffix may be of either case."""
     if isinstance(value, bool):
         raise ValueError
-    factor = 1
-    if isinstance(value, str):
-        factor = next((factor for suffix, factor in SUFFIXES.items() if value[-1:].lower() == suffix.lower()), 1)
-        value = value[:-1] if factor > 1 else value
-    number = Decimal(value) * factor  # exact to 28 digits
+    text = str(value)
+    factor = SUFFIXES.get(text[-1:].lower(), 1)
+    number = Decimal(text[:-1] if factor > 1 else text) * factor  # exact to 28 digits
     if number.adjusted() > 27 or number != number.to_integral_value():
         raise ValueError
     return int(number)

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cssm.knobs import UserError, did_you_mean, knob, knobs_of, multiple
@@ -36,6 +37,7 @@ KNOBS = knobs_of(Sample)
         ("steps", "2e-3k", 2),
         ("steps", "0.5G", 500_000_000),
         ("steps", 5.0, 5),
+        ("steps", np.int64(5), 5),
         ("steps", "12345678901234567890", 12_345_678_901_234_567_890),
         ("steps", None, None),
         ("rate", "1e-7", 1e-7),
