@@ -1,13 +1,23 @@
 """Datasets: `load` gives a Source, cssm.data.pipeline turns it into batches. No jax in this package."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from cssm.config import Config
-from cssm.data.images import digits_source
-from cssm.data.pathfinder import pathfinder_source
-from cssm.data.pipeline import First, Source
+from cssm.data.images import digits_outline, digits_source
+from cssm.data.pathfinder import pathfinder_outline, pathfinder_source
+from cssm.data.pipeline import First, Outline, Source
 
 LOADERS = {"digits": digits_source, "pathfinder": pathfinder_source}
+OUTLINES = {"digits": digits_outline, "pathfinder": pathfinder_outline}
+
+
+def outline(config: Config) -> Outline:
+    """What `load` would give for each split; nothing is made, read or written. UserError as from `load`."""
+    whole = OUTLINES[config.dataset](config)
+    limits = {split: _limit(config, split) for split in whole.examples}
+    examples = {split: min(n, limits[split] or n) for split, n in whole.examples.items()}
+    return replace(whole, examples=examples)
 
 
 def load(config: Config, split: str, progress: Callable[[int, int], None] | None = None) -> Source:
@@ -16,5 +26,9 @@ def load(config: Config, split: str, progress: Callable[[int, int], None] | None
     `progress(done, total)` is called while examples are made or read, where that takes a while.
     """
     source = LOADERS[config.dataset](config, split, progress)
-    limit = config.max_train_examples if split == "train" else config.max_eval_examples
+    limit = _limit(config, split)
     return source if limit is None or limit >= len(source) else First(source, limit)
+
+
+def _limit(config: Config, split: str) -> int | None:
+    return config.max_train_examples if split == "train" else config.max_eval_examples

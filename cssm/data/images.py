@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from cssm.config import Config, UserError
-from cssm.data.pipeline import shuffled
+from cssm.data.pipeline import Outline, shuffled
 from cssm.data.records import ArraySource
 
 DIGITS_SIZE = 8
 LARGEST_SIZE = 512
 SPLITS = {"train": (0.0, 0.70), "val": (0.70, 0.85), "test": (0.85, 1.0)}
+NUM_IMAGES = {"train": 1258, "val": 270, "test": 269}  # what SPLITS makes of the 1,797
 SPLIT_SEED = 20220928  # of the split, not of the run: --seed never moves an example from one split to another
 
 
@@ -22,6 +23,19 @@ def digits_source(config: Config, split: str, progress: Callable[[int, int], Non
     Split 70/15/15 within each class, the same for every --seed; within a split the order is shuffled once, so
     that its first n examples are a fair sample. Nothing here takes long enough to call `progress`.
     """
+    size = _side(config)
+    images, labels = _digits()
+    chosen = _split_indices(labels, split)
+    return ArraySource(_enlarge(images[chosen], size)[..., None], labels[chosen], num_classes=10)
+
+
+def digits_outline(config: Config) -> Outline:
+    """What digits_source gives, without reading it."""
+    size = _side(config)
+    return Outline(10, (size, size, 1), dict(NUM_IMAGES))
+
+
+def _side(config: Config) -> int:
     size = config.image_size
     assert size is not None  # the recipe fills it in
     if not DIGITS_SIZE <= size <= LARGEST_SIZE:
@@ -29,9 +43,7 @@ def digits_source(config: Config, split: str, progress: Callable[[int, int], Non
             f"--image_size {size}: digits are {DIGITS_SIZE}x{DIGITS_SIZE} pixels and are only ever enlarged: "
             f"type --image_size 16, or another size from {DIGITS_SIZE} to {LARGEST_SIZE}"
         )
-    images, labels = _digits()
-    chosen = _split_indices(labels, split)
-    return ArraySource(_enlarge(images[chosen], size)[..., None], labels[chosen], num_classes=10)
+    return size
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:

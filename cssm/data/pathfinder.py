@@ -16,6 +16,7 @@ import numpy as np
 
 from cssm.config import Config, UserError
 from cssm.data.draw import UNIT, Canvas, along, fold
+from cssm.data.pipeline import Outline
 from cssm.data.records import ArraySource, cached_arrays
 from cssm.data.scenes import Scenes, Shape, grow
 
@@ -224,6 +225,13 @@ def pathfinder_source(config: Config, split: str, progress: Callable[[int, int],
         progress=progress,
     )
     return ArraySource(images, labels, num_classes=2)
+
+
+def pathfinder_outline(config: Config) -> Outline:
+    """What pathfinder_source gives, without making an image."""
+    assert config.image_size is not None, "resolve() leaves none unset"
+    chosen = spec(config.pathfinder_difficulty, config.image_size)
+    return Outline(2, (chosen.image_size, chosen.image_size, 1), dict(NUM_IMAGES[chosen.difficulty]))
 
 
 def _labelled(spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

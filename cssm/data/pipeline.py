@@ -7,6 +7,7 @@ Steps count from 1.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -28,6 +29,15 @@ class Source(Protocol):
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64 [n] -> images uint8 [n, H, W, C], labels int32 [n]."""
         ...
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a data set holds, known without making or reading an image. examples: how many, by split."""
+
+    num_classes: int
+    image_shape: tuple[int, int, int]
+    examples: dict[str, int]
 
 
 class First:
