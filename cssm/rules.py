@@ -78,6 +78,8 @@ def _check_cell(config: "Config") -> None:
         )
     if config.arch != "baseline" and config.cssm == "gdn":
         _check_divides("delta_key_dim", config.delta_key_dim, config.embed_dim or 1)
+        if config.qkv_conv_full and config.qkv_conv_size == 1:
+            raise UserError("--qkv_conv_full needs a convolution, and --qkv_conv_size is 1: type 3 or 5")
 
 
 def _check_parallel(config: "Config") -> None:

@@ -10,6 +10,7 @@ from cssm import spectral
 from cssm.cells import CELLS, core
 from cssm.cells.core import CellOptions
 from cssm.config import CELLS_NAMES
+from cssm.recipes import STATES
 
 
 def randn(*shape, seed=0):
@@ -34,6 +35,38 @@ def test_reading_states_equals_a_dense_layer_on_their_concatenation():
     got = core.StateReadout(4).apply({"params": {"kernel": kernel, "bias": bias}}, spectra, 7)
     want = jnp.concatenate(states, axis=-1) @ kernel.reshape(12, 4) + bias
     np.testing.assert_allclose(spectral.irfft2(got, 7), want, atol=1e-5)
+    in_space = core.StateReadout(4).apply({"params": {"kernel": kernel, "bias": bias}}, tuple(states), 7)
+    np.testing.assert_allclose(in_space, want, atol=1e-5)
+
+
+TIMED = ("hgru_bi", "hgru", "opponent", "gdn", "transformer", "mult_transformer", "add_kqv")
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_without_the_time_code_a_later_start_changes_nothing(name, key):
+    """Steps at which nothing is seen leave the states at zero, and gates do not know how many went before."""
+    clip = randn(1, 3, 4, 6, 4)
+    later = jnp.concatenate([jnp.zeros_like(clip[:, :2]), clip], axis=1)
+    for knows, equal in ((False, True), (True, False)):
+        cell = CELLS[name](CellOptions(channels=4, kernel_size=3, gate_time_code=knows))
+        # Without offsets nothing seen is nothing.
+        params = jax.jit(cell.init)(key, clip)
+        apply = jax.jit(cell.apply)
+        difference = np.abs(apply(params, later)[:, 2:] - apply(params, clip)).max()
+        assert bool(difference < 1e-5) == equal, difference
+
+
+@pytest.mark.parametrize("name,states", STATES.items())
+def test_the_activation_before_the_projection_acts_on_each_state(name, states, key):
+    x = randn(1, 2, 4, 6, 4)
+    cell = lambda act, read: CELLS[name](CellOptions(4, kernel_size=3, pre_output_act=act), readout_state=read)
+    params = jax.jit(cell("silu", states).init)(key, x)
+    kernel, bias = (params["params"]["output_proj"][leaf] for leaf in ("kernel", "bias"))
+    alone = {"params": {leaf: value for leaf, value in params["params"].items() if leaf != "output_proj"}}
+    maps = [jax.jit(cell("none", state).apply)(alone, x) for state in states]
+    want = sum(nn.silu(y) @ kernel[i] for i, y in enumerate(maps)) + bias
+    np.testing.assert_allclose(jax.jit(cell("silu", states).apply)(params, x), want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(cell("silu", states[0]).apply)(alone, x), nn.silu(maps[0]), atol=1e-6)
 
 
 @pytest.mark.parametrize("gate_type", ["dense", "factored"])

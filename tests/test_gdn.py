@@ -214,3 +214,23 @@ def test_bf16_is_near_float32_and_a_spectral_kernel_is_one_a_head(key):
 def test_a_key_dimension_must_divide_the_channels(key):
     with pytest.raises(ValueError, match="delta_key_dim 3 does not divide the 8 channels"):
         make(d=3).init(key, jnp.zeros(SHAPE))
+
+
+def test_a_full_convolution_can_be_the_separable_one(key):
+    x = jnp.asarray(oracle.wave_input((1, 2, 4, 6, 4)))
+    params = laws.init(make(qkv=3, channels=4), key, x)
+    dw, dense = params["qkv_dw"], params["qkv_proj"]
+    full = {"kernel": dw["kernel"][:, :, 0, :, None] * dense["kernel"], "bias": dw["bias"] @ dense["kernel"]}
+    full["bias"] += dense["bias"]
+    one = {name: leaf for name, leaf in params.items() if name != "qkv_dw"} | {"qkv_proj": full}
+    want = laws.run(make(qkv=3, channels=4), params, x)
+    got = laws.run(make(qkv=3, channels=4, ablations=(("qkv_conv_full", True),)), one, x)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_kernels_are_bounded_unless_told_otherwise(key):
+    x = jnp.asarray(oracle.wave_input((1, 2, 4, 6, 4)))
+    params = laws.init(make(channels=4), key, x)
+    params["kernel"]["kernel"] *= 100.0
+    bounded, free = (make(channels=4, ablations=(("spectral_clip", clip),)) for clip in (True, False))
+    assert np.abs(laws.run(free, params, x)[:, 1] - laws.run(bounded, params, x)[:, 1]).max() > 1e-2

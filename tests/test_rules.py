@@ -58,6 +58,10 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             "--pos_embed mrope is not for --arch baseline: type none or learnable",
         ),
         (
+            {"cssm": "gdn", "qkv_conv_full": True},
+            "--qkv_conv_full needs a convolution, and --qkv_conv_size is 1: type 3 or 5",
+        ),
+        (
             {"inter_mlp_ratio": 2.0},
             "--inter_mlp_ratio 2.0 lies between cells, and --depth is 1: type --depth 2 or more",
         ),
@@ -120,15 +124,6 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             for optimizer in ("lamb", "muon")
             for shard in ("optimizer", "params")
         ),
-        *(
-            (
-                {"optimizer": optimizer, "shard": shard},
-                f"--optimizer {optimizer} needs whole arrays, --shard {shard} splits them over devices: "
-                "type --optimizer adamw or sgd or lion, or leave --shard out",
-            )
-            for optimizer in ("lamb", "muon")
-            for shard in ("optimizer", "params")
-        ),
         (
             {"arch": "vit", "stem_mode": "patch", "image_size": 8},
             "--image_size 8 is smaller than the stride of the stem, 16 (--patch_size)",
@@ -167,12 +162,6 @@ def test_a_kernel_larger_than_the_map_only_warns(settings, side):
     assert warnings_for(Config(**settings, kernel_size=side)) == []
     (sentence,) = warnings_for(Config(**settings, kernel_size=side + 1))
     assert sentence.startswith(f"--kernel_size {side + 1} is larger than the {side}x{side} map")
-
-
-@pytest.mark.parametrize("shard", ["optimizer", "params"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
-def test_an_optimizer_of_elements_goes_with_split_state(optimizer, shard):
-    assert Config(optimizer=optimizer, shard=shard).shard == shard
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "params"])

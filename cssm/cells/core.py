@@ -27,6 +27,8 @@ class CellOptions:
     kernel_origin: str = "origin"
     gate_type: str = "factored"
     rope_mode: str = "none"
+    gate_time_code: bool = True
+    pre_output_act: str = "none"
     scan: Method = "auto"
     backend: Backend = "auto"
     dtype: jnp.dtype | None = None
@@ -112,20 +114,25 @@ class SpectralDense(nn.Module):
 
 
 class StateReadout(nn.Module):
-    """Project n states, spectra [B, T, H, Wf, C] each, to one spectrum of C channels (Dense of their concatenation)."""
+    """Project n states to C channels (Dense of their concatenation): spectra [B, T, H, Wf, C], or maps [B, T, H, W, C].
+
+    width: of the maps. Of spectra, only frequency (0, 0) sees the bias (SpectralDense).
+    """
 
     features: int
     dtype: jnp.dtype | None = None
 
     @nn.compact
-    def __call__(self, states: tuple[Spectrum, ...], width: int) -> Spectrum:
-        channels, height = states[0].re.shape[-1], states[0].re.shape[-3]
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), channels, self.features))
+    def __call__(self, states: tuple[Spectrum, ...] | tuple[jax.Array, ...], width: int) -> Spectrum | jax.Array:
+        shape = jax.tree.leaves(states)[0].shape
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         kernel, bias = dtypes.promote_dtype(kernel, bias, dtype=self.dtype)
-        re = spectral.total([s.re @ kernel[i] for i, s in enumerate(states)])
-        im = spectral.total([s.im @ kernel[i] for i, s in enumerate(states)])
-        return Spectrum(re.at[..., 0, 0, :].add(bias * (height * width)), im)
+        project = lambda planes: spectral.total([plane @ kernel[i] for i, plane in enumerate(planes)])
+        if not isinstance(states[0], Spectrum):
+            return project(states) + bias
+        re, im = (project(planes) for planes in zip(*states, strict=True))
+        return Spectrum(re.at[..., 0, 0, :].add(bias * (shape[-3] * width)), im)
 
 
 class CausalConv(nn.Module):
@@ -173,14 +180,19 @@ class LogMagnitudeNorm(nn.Module):
         return spectral.scale(math.sqrt(num_pixels) * jnp.exp(gain * centred * spread + bias - log), z)
 
 
+def gate_context(x: jax.Array, num_steps: int, options: CellOptions) -> jax.Array:
+    """What gates are made of, [B, T, C]: the mean of x over space and, if gate_time_code, the time code."""
+    context = repeat_over_time(x.mean(axis=(2, 3)), num_steps)
+    return context + time_code(num_steps, x.shape[-1], x.dtype) if options.gate_time_code else context
+
+
 def sigmoid_gates(names: tuple[str, ...], x: jax.Array, steps: int, options: CellOptions) -> dict[str, jax.Array]:
-    """Gates [B, T, F, 1] from the mean of x over space and the time code; in a compact call, parameters "gates".
+    """Gates [B, T, F, 1] from the context; in a compact call, parameters "gates".
 
     Those whose names begin with decay lie in 0.1 .. 0.99, others in 0 .. 1.
     """
-    context = repeat_over_time(x.mean(axis=(2, 3)), steps) + time_code(steps, options.channels, x.dtype)
     gates = FrequencyGates(names, options.gate_type, dtype=options.dtype, name="gates")
-    squashed = jax.tree.map(nn.sigmoid, gates(context, *x.shape[2:4]))
+    squashed = jax.tree.map(nn.sigmoid, gates(gate_context(x, steps, options), *x.shape[2:4]))
     return {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
 
 
@@ -197,17 +209,18 @@ def input_spectra(x: jax.Array, count: int, options: CellOptions) -> tuple[Spect
 def read_out(states: tuple[Spectrum, ...], gate: jax.Array, x: jax.Array, options: CellOptions) -> jax.Array:
     """Gate states [B, T or 1, F, C] and return them to the space and dtype of x, [B, T or 1, H, W, C].
 
-    One state is returned as it is, several are concatenated and projected to C. In a compact call, parameters
-    "output_proj". States of one step are read by the last gate.
+    Each passes pre_output_act in space; one state is then returned as it is, several are concatenated and projected to
+    C. In a compact call, parameters "output_proj". States of one step are read by the last gate.
     """
     height, width = x.shape[2:4]
     gate = gate[:, -states[0].re.shape[1] :]
     read = tuple(unflatten(spectral.scale(gate, state), height) for state in states)
     read = jax.tree.map(lambda p: p.astype(x.dtype), read)
-    y_hat = read[0]
-    if len(read) > 1:
-        y_hat = StateReadout(options.channels, options.dtype, name="output_proj")(read, width)
-    return spectral.irfft2(y_hat, width, options.backend)
+    project = StateReadout(options.channels, options.dtype, name="output_proj") if len(read) > 1 else lambda y, _: y[0]
+    if options.pre_output_act == "none":  # then the projection may come first: fewer maps to transform
+        return spectral.irfft2(project(read, width), width, options.backend)
+    act = {"gelu": nn.gelu, "silu": nn.silu}[options.pre_output_act]
+    return project(tuple(act(spectral.irfft2(y_hat, width, options.backend)) for y_hat in read), width)
 
 
 def depthwise(options: CellOptions, size: int, name: str) -> nn.Conv:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from cssm import spectral
 from cssm.cells import core
 from cssm.cells.core import CellOptions
-from cssm.positions import rope, time_code
+from cssm.positions import rope
 from cssm.scan import linear_scan
 from cssm.spectral import Spectrum, add, multiply, scale
 
@@ -27,7 +27,8 @@ class GatedDeltaNet(nn.Module):
     short_conv_size: taps over time of the convolution of q, k and v, followed by SiLU; 0 leaves out both.
     output_norm: "rms", "layer" or "none". output_gate_act: "silu" or "sigmoid".
     use_input_gates: gate k and v in space. use_spectral_l2_norm: q and k have unit norm over all frequencies.
-    qkv_conv_size: side of a depthwise convolution before the projection to q, k, v; 1 leaves it out.
+    qkv_conv_size: side of a depthwise convolution before the projection to q, k, v; 1 leaves it out. qkv_conv_full:
+    that projection is itself a convolution of this side. spectral_clip: bound the magnitude of the kernels.
     cross_freq_conv_size: taps of a convolution of what is read along the Wf frequencies; 0 leaves it out.
     """
 
@@ -39,6 +40,8 @@ class GatedDeltaNet(nn.Module):
     output_gate_act: str = "silu"
     use_spectral_l2_norm: bool = True
     qkv_conv_size: int = 1
+    qkv_conv_full: bool = False
+    spectral_clip: bool = True
     cross_freq_conv_size: int = 0
 
     @nn.compact
@@ -51,7 +54,7 @@ class GatedDeltaNet(nn.Module):
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
 
-        context = core.repeat_over_time(x.mean(axis=(2, 3)), steps) + time_code(steps, o.channels, x.dtype)
+        context = core.gate_context(x, steps, o)
         q, k, v = self._queries_keys_values(x, context, steps)
         if last_only:
             q, x = q[:, -1:], x[:, -1:]
@@ -61,7 +64,9 @@ class GatedDeltaNet(nn.Module):
         k_hat = _unit(k_hat, axis=-1)
 
         head_options = dataclasses.replace(o, channels=o.channels // d)
-        kernel = core.SpectralKernel(head_options, core.xavier_normal_raw, name="kernel")(height, width)
+        kernel = core.SpectralKernel(head_options, core.xavier_normal_raw, self.spectral_clip, name="kernel")(
+            height, width
+        )
         gates = self._gates(context, height, width)
         gates["k"] = jax.tree.map(lambda p: core.repeat_over_time(p, steps), _split(k_hat, d))
 
@@ -82,8 +87,11 @@ class GatedDeltaNet(nn.Module):
     def _queries_keys_values(self, x: jax.Array, context: jax.Array, steps: int) -> list[jax.Array]:
         """Three arrays [B, T or 1, H, W, C], in space."""
         o, size = self.options, self.qkv_conv_size
-        x_in = core.depthwise(o, size, "qkv_dw")(x) if size > 1 else x
-        qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
+        if self.qkv_conv_full:
+            qkv = nn.Conv(3 * o.channels, (size, size), dtype=o.dtype, name="qkv_proj")(x)
+        else:
+            x_in = core.depthwise(o, size, "qkv_dw")(x) if size > 1 else x
+            qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
         if self.short_conv_size:
             qkv = nn.silu(core.CausalConv(self.short_conv_size, o.dtype, name="short_conv")(qkv, steps))
         q, k, v = jnp.split(qkv, 3, axis=-1)

@@ -6,12 +6,10 @@ are never formed here, gates are factored by default, and kernels are centred at
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
-from cssm import spectral
 from cssm.cells import core
 from cssm.cells.core import CellOptions
-from cssm.positions import rope, time_code
+from cssm.positions import rope
 from cssm.scan import linear_scan
 from cssm.spectral import Spectrum, add, multiply, scale
 
@@ -33,38 +31,15 @@ class HGRUBilinear(nn.Module):
     def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
         o = self.options
         steps = num_steps or x.shape[1]
-        height, width = x.shape[2:4]
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
-
-        context = x.mean(axis=(2, 3))
-        context = core.repeat_over_time(context, steps) + time_code(steps, o.channels, x.dtype)
-        gates = self._gates(context, height, width)
-        k_exc = core.SpectralKernel(o, core.xavier_normal_raw, name="k_exc")(height, width)
-        k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(height, width)
-
-        # Projecting after the transform moves C channels through it instead of 3 C.
-        u_hat = core.SpectralDense(3 * o.channels, o.dtype, name="input_proj")(spectral.rfft2(x, o.backend), width)
-        u_hat = core.flatten(u_hat)
-        inputs = tuple(Spectrum(*planes) for planes in zip(*(jnp.split(p, 3, axis=-1) for p in u_hat), strict=True))
-
-        step = _step(k_exc, k_inh)
-        states = linear_scan(step, 3, gates, inputs, o.scan, last_only)
-        read_gate = gates["C"][:, -1:] if last_only else gates["C"]
-        chosen = ["xyz".index(name) for name in self.readout_state]
-        read = tuple(core.unflatten(scale(read_gate, states[i]), height) for i in chosen)
-        read = jax.tree.map(lambda p: p.astype(x.dtype), read)
-        y_hat = read[0]
-        if len(chosen) > 1:
-            y_hat = core.StateReadout(o.channels, o.dtype, name="output_proj")(read, width)
-        return spectral.irfft2(y_hat, width, o.backend)
-
-    def _gates(self, context: jax.Array, height: int, width: int) -> dict[str, jax.Array]:
-        o = self.options
-        names = DECAYS + COUPLINGS + READS
-        raw = core.FrequencyGates(names, o.gate_type, dtype=o.dtype, name="gates")(context, height, width)
-        squashed = {name: nn.sigmoid(value) for name, value in raw.items()}
-        return squashed | {name: 0.1 + 0.89 * squashed[name] for name in DECAYS}
+        gates = core.sigmoid_gates(DECAYS + COUPLINGS + READS, x, steps, o)
+        k_exc = core.SpectralKernel(o, core.xavier_normal_raw, name="k_exc")(*x.shape[2:4])
+        k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(*x.shape[2:4])
+        inputs = core.input_spectra(x, 3, o)
+        states = linear_scan(_step(k_exc, k_inh), 3, gates, inputs, o.scan, last_only)
+        read = tuple(states["xyz".index(name)] for name in self.readout_state)
+        return core.read_out(read, gates["C"], x, o)
 
 
 def _step(k_exc: Spectrum, k_inh: Spectrum):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from cssm import spectral
 from cssm.cells import core
 from cssm.cells.core import CellOptions
-from cssm.positions import rope, time_code
+from cssm.positions import rope
 from cssm.scan import linear_scan
 from cssm.spectral import Spectrum, add, multiply, scale
 
@@ -62,7 +62,7 @@ class Opponent(nn.Module):
     def _gates(self, x: jax.Array, steps: int) -> dict[str, jax.Array]:
         """Squashed gates [B, T, F, C]."""
         o, (height, width, channels) = self.options, x.shape[2:]
-        context = core.repeat_over_time(x.mean(axis=(2, 3)), steps) + time_code(steps, channels, x.dtype)
+        context = core.gate_context(x, steps, o)
         columns, n = width // 2 + 1, len(GATES)
         if o.gate_type == "dense":
             if self.gate_rank:

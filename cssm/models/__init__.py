@@ -22,7 +22,8 @@ T = TypeVar("T")
 # What a cell takes besides CellOptions, and the settings that hold it; None leaves the cell's own default.
 _READOUT, _CONVS = {"readout_state": "readout_state"}, {"short_conv_size": "short_conv_size"}
 _SPACE = {"short_conv_spatial_size": "short_conv_spatial_size"}
-_GDN = ("delta_key_dim", "output_norm", "output_gate_act", "qkv_conv_size", "cross_freq_conv_size")
+_GDN = ("delta_key_dim", "output_norm", "output_gate_act", "qkv_conv_size", "qkv_conv_full", "cross_freq_conv_size")
+_GDN += ("spectral_clip",)
 _TRANSFORMER = ("asymmetric_qk", "feedback", "k_state", "use_layernorm", "spectral_clip")
 ABLATIONS: dict[str, dict[str, str]] = {
     "hgru_bi": _READOUT,
@@ -107,6 +108,8 @@ def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
         kernel_origin=config.kernel_origin,
         gate_type=config.gate_type or "factored",  # likewise
         rope_mode=config.pos_embed if config.pos_embed in ROPE_MODES else "none",
+        gate_time_code=config.gate_time_code,
+        pre_output_act=config.pre_output_act,
         scan=cast(Method, config.scan),
         backend=cast(Backend, config.spectral_backend),
         dtype=dtype,

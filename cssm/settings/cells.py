@@ -22,15 +22,19 @@ class CellSettings:
     kernel_origin: str = _model("origin", "where the centre of a kernel lies; image_center shifts the map",
         choices=("origin", "image_center"), applies=spectral(kernel_domain=("spatial",)))
     spectral_clip: bool = _model(True, "bound the magnitude of kernels; mult_transformer was published without",
-        applies=cells("transformer", "mult_transformer"))
+        applies=cells("transformer", "mult_transformer", "gdn"))
     gate_type: str | None = _model(None, "gates: a value a frequency, or rows and columns (few parameters); gdn: also "
         "one a head, or one", choices=("dense", "factored", "channel", "scalar"), applies=GATES)
+    gate_time_code: bool = _model(True, "gates know the time step", applies=cells("hgru_bi", "hgru", "opponent", "gdn",
+        "transformer", "mult_transformer", "add_kqv"))
     gate_activation: str = _model("sigmoid", "of the couplings", choices=("sigmoid", "softplus_clamped", "tanh_scaled"),
         applies=cells("opponent"))
     gate_rank: int = _model(0, "width of a hidden layer of the gates, 0 for none", bounds="[0,)",
         applies={**cells("opponent"), "gate_type": ("dense",)})
     readout_state: str | None = _model(None, "states that are read out, such as xy", unset="all of the cell's",
         aliases=("transformer_readout",), applies=cells(*recipes.STATES))
+    pre_output_act: str = _model("none", "activation of each state that is read, in space",
+        choices=("none", "gelu", "silu"), applies=cells(*recipes.STATES))
     short_conv_size: int = _model(4, "taps of the short convolution over time, 0 for none", bounds="[0,)",
         applies=cells("gated", "gdn", "no_fft"))
     short_conv_spatial_size: int = _model(3, "side of the short convolution over space, 0 for none",
@@ -43,6 +47,7 @@ class CellSettings:
     spectral_l2_norm: bool = _model(True, "unit norm of queries and keys over frequencies", applies=cells("gdn"))
     qkv_conv_size: int = _model(1, "side of a convolution before the projection, 1 for none", bounds="[1,)",
         applies=cells("gdn"))
+    qkv_conv_full: bool = _model(False, "that convolution mixes channels, and is the projection", applies=cells("gdn"))
     cross_freq_conv_size: int = _model(0, "taps of a convolution along frequencies, 0 for none", bounds="[0,)",
         applies=cells("gdn"))
     asymmetric_qk: bool = _model(False, "a gate for each direction between Q and K", applies=cells("transformer"))

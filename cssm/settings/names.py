@@ -10,6 +10,8 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
     "no_multi_device": ("multi_gpu", "off"),
     "no_pos_embed": ("pos_embed", "none"),
     "no_jit_cache": ("compile_cache", "false"),
+    "position_independent_gates": ("gate_time_code", "false"),
+    "no_spectral_clamp": ("spectral_clip", "false"),
     "no_temporal_attn": ("temporal_attn_every", "0"),
 }
 
