@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cssm.config import Config
+from cssm.rules import WHOLE
 
 # The CPU backend calls it INTERNAL where several devices run, and the CUDA driver has a name of its own for it.
 _MESSAGE = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory", re.IGNORECASE)
@@ -31,8 +32,10 @@ def out_of_memory(config: Config) -> str:
         ways += ["--remat (where --arch is not simple)"]
     elif not config.remat and config.arch != "simple":
         ways += ["--remat"]
-    if len(devices) > 1 and config.sync_backend != "cpu" and config.shard != "params":
-        ways += ["--shard params" if config.shard == "optimizer" else "--shard optimizer or --shard params"]
+    splits = config.sync_backend != "cpu" and config.shard != "params" and config.optimizer not in WHOLE
+    if len(devices) > 1 and splits:
+        shard = "--shard params" if config.shard == "optimizer" else "--shard optimizer or --shard params"
+        ways += [f"{shard} (where --optimizer is not {' or '.join(WHOLE)})" if config.resume else shard]
     ways += ["--bf16"] if config.dtype == "f32" and not config.resume else []
     in_use = memory_in_use([device.memory_stats() or {} for device in local(devices)])
     return f"out of memory{given}{in_use}: type {', or '.join(ways or ['a smaller --embed_dim'])}"

@@ -60,8 +60,8 @@ class Replicated:
 
     A strategy says where the state lies and how gradients of many devices become one update. Other strategies
     (HostMean here, those of parallel.sharded) keep this contract and give the same results. All methods but
-    `program` see one device's values, inside `spmd`; `tx` must treat every element by itself, so that it may be given
-    a part of the parameters: clipping by the global norm is done here.
+    `program` see one device's values, inside `spmd`. Where a strategy gives `tx` a part of the parameters, `tx` must
+    treat every element by itself; clipping by the global norm is therefore done here.
     """
 
     grad_clip: float = 0.0

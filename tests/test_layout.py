@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "training": "cssm config data resume report checkpoint runs setup meter signals step parallel",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
-    "memory": "config parallel",
+    "memory": "config rules parallel",
     "advice": "",
     "step": "config models parallel",
     "optimizers": "config",

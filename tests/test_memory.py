@@ -56,6 +56,8 @@ def advice(*argv: str) -> str:
         ("--arch=vit --bf16 --batch_size=1 --num_devices=1", "type --remat"),
         ("--batch_size=1 --shard=optimizer", "type --shard params, or --bf16"),
         ("--batch_size=1 --shard=params", "type --bf16"),
+        ("--batch_size=1 --optimizer=muon", "type --bf16"),
+        ("--resume=auto", "--shard optimizer or --shard params (where --optimizer is not lamb or muon)"),
         ("--batch_size=1 --sync_backend=cpu", "type --bf16"),
         ("--resume=auto", "memory: type half the --batch_size with twice the --grad_accum (the same effective batch)"),
     ],

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cssm
 from cssm import models
 from cssm.cells import CELLS, core
 from cssm.checkpoint import step_folder
-from cssm.config import KNOBS, Config
+from cssm.config import KNOBS, Config, parse_args
 from cssm.optimizers import MUON_RMS, RULES, decays, make_optimizer, make_schedule, matrices
 from cssm.recipes import OPTIMIZERS
 from parallel import devices as par
@@ -255,6 +256,34 @@ def test_a_checkpoint_holds_the_state_of_every_optimizer_bit_for_bit(tmp_path):
     assert read.keys() == leaves.keys() and any("muon" in path and "/mu/" in path for path in read)
     for path, leaf in leaves.items():
         np.testing.assert_array_equal(read[path], leaf, strict=True)
+
+
+TINY = {"cssm": "hgru_bi", "kernel_domain": "spectral", "embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2}
+TINY |= {"max_train_examples": 40, "max_eval_examples": 10, "global_batch_size": 8, "ema_decay": 0.9}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(name, tmp_path):
+    """Complex parameters on two devices: parameters, their average and the optimizer's state, bit for bit."""
+
+    def run(folder, steps, *more):
+        flags = {"checkpoint_dir": tmp_path, "quiet": True, "max_steps": steps, "num_devices": 2}
+        if more:
+            parsed = parse_args([*more, *(f"--{key}={value}" for key, value in flags.items())])
+            cssm.train(parsed.config, parsed.typed)
+        else:
+            cssm.train(config_of(name, **TINY, **flags, run_name=folder, schedule="constant", warmup_steps=0))
+        last = tmp_path / folder / "checkpoints" / str(steps)
+        with step_folder.open_checkpointer() as checkpointer:
+            return step_folder.read_arrays(checkpointer, last, step_folder.read_record(last)["arrays"])
+
+    whole, first = run("whole", 4), run("parts", 2)
+    parts = run("parts", 4, "--resume", str(tmp_path / "parts"))
+    assert any(path.startswith("opt_state") for path in whole) and any(np.iscomplexobj(leaf) for leaf in whole.values())
+    assert parts.keys() == whole.keys() == first.keys()
+    for path, leaf in whole.items():
+        np.testing.assert_array_equal(parts[path], leaf, err_msg=path)
 
 
 # Of which leaves

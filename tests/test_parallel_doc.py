@@ -180,6 +180,7 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "no-such-gpu": lambda: mistake(select_devices, gpus="0,9"),
     "nccl-off-gpu": lambda: mistake(make_strategy, "none", "nccl", jax.devices(), 0.0),
     "cpu-backend": lambda: mistake(Config, sync_backend="cpu", shard="optimizer"),
+    "whole-arrays": lambda: mistake(Config, optimizer="muon", shard="optimizer"),
     "one-or-many": lambda: mistake(Config, multi_gpu="off", nproc_per_node="2"),
     "by-hand": lambda: mistake(Config, num_processes=2),
     "half-a-job": lambda: mistake(find_job, {"RANK": "0", "WORLD_SIZE": "2"}),
