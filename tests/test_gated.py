@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import oracle
 import pytest
@@ -93,3 +94,7 @@ def test_with_a_single_step_the_kernel_has_no_effect(key):
     params = cell.init(key, x)
     grads = jax.jit(jax.grad(lambda p: jnp.sum(cell.apply(p, x) ** 2)))(params)
     np.testing.assert_array_equal(grads["params"]["kernel"]["kernel"], 0.0)
+
+
+def test_bf16_is_near_float32(key):
+    laws.bf16_is_near(lambda **changes: make(**changes), key)
