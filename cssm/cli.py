@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from typing import IO, NoReturn
 
@@ -23,6 +23,7 @@ from parallel.places import local_places, place_in
 
 BUG, USAGE, OUT_OF_MEMORY, DEVICES, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 4, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+_NEEDED = ("flax", "jax", "jaxlib", "numpy", "optax", "orbax", "rich", "sklearn")
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
@@ -64,7 +65,9 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
     set_environment(config, os.environ)
     with ExitStack() as stack:
         # A worker has Gloo in it, which prints too.
-        kept = stack.enter_context(keep_stdout()) if config.headless or worker else None
+        kept = keep_stdout() if config.headless or worker else None
+        if kept:
+            stack.callback(_close, kept)
         stream = kept if config.headless else None
         if kept and not stream:
             stack.enter_context(redirect_stdout(kept))
@@ -80,7 +83,9 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
         except Exception as error:  # noqa: BLE001 - the outermost door: every ending becomes an exit code
             code, sentence = explain(error, config, several=worker is not None)
             if stream is not None and code < SIGNALLED and code != LOST_PEER:
-                _send_error(stream, code, sentence)
+                # Where the stream is what failed, or the library that writes to it is missing, stderr alone can tell.
+                with suppress(OSError, ModuleNotFoundError):
+                    _send_error(stream, code, sentence)
             return _failed(error, code, sentence, debug=config.debug or code == BUG)
 
 
@@ -200,6 +205,12 @@ def keep_stdout() -> IO[str]:
     return stream
 
 
+def _close(stream: IO[str]) -> None:
+    """Each line was flushed as it was written, and a failure to write it has been told."""
+    with suppress(OSError):
+        stream.close()
+
+
 def explain(error: Exception, config: Config, several: bool = False) -> tuple[int, str]:
     """The exit code of an error, and the sentence that says what to do about it; several: in a job of processes."""
     origin = type(error).__module__.split(".")[0]
@@ -212,6 +223,8 @@ def explain(error: Exception, config: Config, several: bool = False) -> tuple[in
         return OUT_OF_MEMORY, out_of_memory(config)
     if several and (origin in ("jax", "jaxlib") or "Gloo" in str(error)):  # Gloo's errors come as ValueError
         return LOST_PEER, str(error).splitlines()[0]
+    if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED:
+        return USAGE, f"{error.name} is not installed here: type `make train`, or install as README.md says"
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         where = f" at {error.filename}" if error.filename else ""
         ways = "make room or get permission, or choose another --checkpoint_dir or --cache_dir"

@@ -54,6 +54,8 @@ def _by_torchrun(environ: Mapping[str, str], given: _Given) -> Job | None:
     local = _count(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
     count = _count(environ, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in environ else None
     count = 1 if "LOCAL_RANK" not in environ and count is None else count
+    if count is not None and local >= count:
+        raise JobError(f"LOCAL_RANK={local} with LOCAL_WORLD_SIZE={count}: processes count from 0 to {count - 1}")
     return Job("torchrun", size, rank, _coordinator(given, environ.get("MASTER_ADDR"), _port(*about)), local, count)
 
 

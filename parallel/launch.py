@@ -285,7 +285,7 @@ def _verdict(child: _Child, code: int | None, asked: int | None, timeout: int) -
         raise LaunchError(f"{child.name} failed first: {reason}", code)
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)  # its progress bar may have hidden the cursor
-    resume = "what was saved is intact, go on with --resume auto"
+    resume = "checkpoints are intact, if one was saved: go on with --resume auto"
     if code is None:
         what = f"{child.name} was stopped, by SIGSTOP or Ctrl-Z, and did not go on"
     elif code == LOST_PEER or child.aborted_by_jax:

@@ -136,7 +136,7 @@ def _error(devices: Sequence[jax.Device], what: str, *ways: str) -> CollectiveEr
     )
     # The host of one process averages for its own devices only.
     first += (
-        ["check that all processes run and reach each other"]
+        ["whether all processes run and reach each other"]
         if several
         else ["--sync_backend cpu to average on the host"]
     )

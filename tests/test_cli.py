@@ -136,6 +136,8 @@ def test_without_headless_a_first_line_says_what_is_about_to_run():
             6,
             "error: storage failed at runs: Permission",
         ),
+        ("raise ModuleNotFoundError('No module named jax', name='jax')", 2, "error: jax is not installed here: type"),
+        ("raise ModuleNotFoundError('No module named x', name='x')", 1, "error: this is a bug of the program"),
         ("raise FileNotFoundError(2, 'No such file', 'a')", 1, "error: this is a bug of the program"),
         ("raise ZeroDivisionError('by\\\\nzero')", 1, "error: this is a bug of the program"),
     ],
@@ -161,6 +163,16 @@ def test_output_that_nobody_reads_any_more_ends_the_program_quietly(argv):
     os.close(writer)
     assert result.returncode == 141
     assert set(result.stderr.splitlines()) <= {"python prints", "a library prints", "a child prints"}
+
+
+def test_output_that_cannot_be_written_is_told_once():
+    code = FAKE_TRAINING.replace("ENDING", "return {}")
+    command = [sys.executable, "-W", "error", "-c", code, "--lr=1", "--headless"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 6
+    assert result.stderr.splitlines()[-1].startswith("error: storage failed: No space left on device")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--lr=1"], ["--lr=1", "--headless"]])

@@ -95,6 +95,7 @@ def test_all_processes_derive_the_same_port_and_other_jobs_another(environ):
         ({**TORCHRUN, "RANK": "x"}, {}, "RANK=x is not a number"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, {}, "WORLD_SIZE=0 is not a number from 1"),
         ({**TORCHRUN, "LOCAL_RANK": "-1"}, {}, "LOCAL_RANK=-1 is not a number"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, {}, "LOCAL_RANK=4 with LOCAL_WORLD_SIZE=4: processes count from 0 to 3"),
         (without(SLURM, "SLURM_LOCALID"), {}, "SLURM_LOCALID is not set"),
         ({**SLURM, "SLURM_PROCID": "5"}, {}, "SLURM_PROCID=5"),
         ({**SLURM, "SLURM_STEP_NODELIST": "["}, {}, "names no host"),
