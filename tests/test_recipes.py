@@ -41,6 +41,23 @@ def test_every_difficulty_of_pathfinder_can_be_drawn_at_its_size():
         assert spec(difficulty, size).image_size == size
 
 
+@pytest.mark.parametrize(
+    "optimizer, lr, own",
+    [
+        ("adamw", 3e-3, (None, 0.9, 0.999)),
+        ("sgd", 0.09, (0.9, None, None)),
+        ("lion", 9e-4, (None, 0.9, 0.99)),
+        ("lamb", 9e-3, (None, 0.9, 0.999)),
+        ("muon", 3e-3, (0.95, 0.9, 0.999)),
+    ],
+)
+def test_an_optimizer_has_a_rate_of_its_own_unless_one_is_given(optimizer, lr, own):
+    config = Config(optimizer=optimizer)
+    assert (config.lr, (config.momentum, config.beta1, config.beta2)) == (lr, own)
+    assert Config(optimizer=optimizer, lr=0.5).lr == 0.5
+    assert f"the learning rate {lr:.3g} is meant for" in scaled_lr(config, 64)[1]
+
+
 def test_what_is_given_is_not_in_the_recipe():
     assert "epochs" not in recipe(Config(max_steps=5))
     assert "batch_size" not in recipe(Config(global_batch_size=64))
