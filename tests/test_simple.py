@@ -33,7 +33,8 @@ def trunk(depth=2, **changes):
 
     config = dataclasses.replace(CONFIG, depth=depth, **changes)
     fields = {field.name: getattr(models.build(config, 10), field.name) for field in dataclasses.fields(Simple)}
-    return Simple(**{**fields, "mixer": Nothing, "name": None, "parent": None}), calls
+    mixer = lambda channels, name: Nothing(name=name)
+    return Simple(**{**fields, "mixer": mixer, "name": None, "parent": None}), calls
 
 
 def parameters(**changes):

@@ -1,5 +1,6 @@
 """Trunks: each maps images [B, H, W, C] or clips [B, T, H, W, C] to logits [B, num_classes]."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -101,8 +102,9 @@ def build(
 
 
 def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
-    options = CellOptions(
-        channels=_known(config.embed_dim),
+    """(channels, name) -> the cell."""
+    options = functools.partial(
+        CellOptions,
         kernel_size=config.kernel_size or 1,  # cells without a kernel do not look at it
         kernel_domain=config.kernel_domain,
         kernel_origin=config.kernel_origin,
@@ -119,12 +121,12 @@ def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
     if config.cssm.endswith("_attn"):
         arguments |= {"over_time": config.cssm == "spatiotemporal_attn", "layer_scale_init": 1.0}
     cell = CELLS[config.cssm]
-    return lambda name: cell(options, name=name, **arguments)
+    return lambda channels, name: cell(options(channels), name=name, **arguments)
 
 
 def _attention(config: Config, dtype) -> Callable[..., nn.Module]:
     num_heads = _known(config.num_heads)
-    return lambda name: SelfAttention(num_heads, dtype, name=name)
+    return lambda channels, name: SelfAttention(num_heads, dtype, name=name)
 
 
 def _known(value: T | None) -> T:

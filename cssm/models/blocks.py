@@ -60,6 +60,21 @@ def sample_frames(x: jax.Array, num_steps: int) -> jax.Array:
     return x if frames == num_steps else x[:, (2 * np.arange(num_steps) + 1) * frames // (2 * num_steps)]
 
 
+def frames_shown(images: jax.Array, seq_len: int | None) -> tuple[jax.Array, int]:
+    """Images [B, H, W, C] or clips [B, F, H, W, C] -> ([B, F or fewer, H, W, C], T): the frames that a step shows.
+
+    T is seq_len, or with None the number of frames; an image is one frame.
+    """
+    x = images[:, None] if images.ndim == 4 else images
+    steps = seq_len or x.shape[1]
+    return sample_frames(x, min(steps, x.shape[1])), steps
+
+
+def as_steps(x: jax.Array, num_steps: int) -> jax.Array:
+    """What each step shows of the frames of `frames_shown`, or of maps made from them; one frame stays one."""
+    return x if x.shape[1] == 1 else sample_frames(x, num_steps)
+
+
 def on_frames(module: Callable, x: jax.Array) -> jax.Array:
     """Apply a 2-D module to every frame of [B, T, H, W, C]."""
     y = module(x.reshape(-1, *x.shape[2:]))

@@ -39,11 +39,8 @@ class Simple(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
-        x = images[:, None] if images.ndim == 4 else images
-        steps = self.seq_len or x.shape[1]
-        x = blocks.sample_frames(x, min(steps, x.shape[1]))
-        x = self._stem(x.astype(self.dtype), train)
-        x = x if x.shape[1] == 1 else blocks.sample_frames(x, steps)
+        x, steps = blocks.frames_shown(images, self.seq_len)
+        x = blocks.as_steps(self._stem(x.astype(self.dtype), train), steps)
         x = blocks.AddPositions(self.pos_embed, steps, self.dtype, name="positions")(x)
         if self.register_tokens:
             x = blocks.RegisterTokens(self.register_tokens, steps, name="registers")(x)
@@ -51,7 +48,7 @@ class Simple(nn.Module):
         for i in range(self.depth):
             end = i == self.depth - 1
             last_only = end and not self.read_all
-            y = self.mixer(name=f"cell_{i}")(x, num_steps=steps, last_only=last_only)
+            y = self.mixer(self.embed_dim, name=f"cell_{i}")(x, num_steps=steps, last_only=last_only)
             x = (x[:, -1:] if last_only else x) + y
             if not end:
                 x = self.act(self.norm(train, f"body_norm_{i}")(x))

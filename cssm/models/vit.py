@@ -37,7 +37,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         branch = _branch(self)
         y = layer_norm(self.dtype, "mixer_norm")(x)
-        y = self.mixer(name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
+        y = self.mixer(x.shape[-1], name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
         x = (x[:, -1:] if self.last_only else x) + branch(self.output_act(y), "mixer")
         y = layer_norm(self.dtype, "mlp_norm")(x)
         return x + branch(MLP(self.mlp_ratio, self.dtype, dwconv=self.use_dwconv, name="mlp")(y), "mlp")
@@ -103,11 +103,8 @@ class ViT(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
-        x = images[:, None] if images.ndim == 4 else images
-        steps = self.seq_len or x.shape[1]
-        x = blocks.sample_frames(x, min(steps, x.shape[1]))
-        x = self._stem(x.astype(self.dtype), train)
-        x = x if x.shape[1] == 1 else blocks.sample_frames(x, steps)
+        x, steps = blocks.frames_shown(images, self.seq_len)
+        x = blocks.as_steps(self._stem(x.astype(self.dtype), train), steps)
         x = blocks.AddPositions(self.pos_embed, steps, self.dtype, name="positions")(x)
         if self.register_tokens:
             x = blocks.RegisterTokens(self.register_tokens, steps, name="registers")(x)
