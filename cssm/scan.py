@@ -1,35 +1,52 @@
 """Time: h_t = A_t h_{t-1} + u_t for every frequency and channel, states before t = 0 being zero.
 
 Letters: B batch, T time, F = H * Wf frequencies, C channels, n coupled states. A cell describes its recurrence by one
-function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; both methods below are made from it:
+function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; all methods are made from it:
 
     reference     lax.scan over T, the n x n matrices are never formed: O(T) time, O(1) extra memory forward
+    chunked       the same, its backward pass keeping the states of every sqrt(T)-th step alone and running the steps
+                  between two of them again: one more forward pass, and 2 sqrt(T) states in memory instead of T
     associative   prefix products of the matrices (columns of A_t = step of unit vectors): O(log T) depth, n^2 memory
+    goom          lax.scan over T in log space, where nothing overflows within the scan (cssm.goom); slow
 
-Both give the same numbers to rounding; the carry is float32 (float64 for float64 inputs) whatever the inputs are.
+All give the same numbers to rounding, goom within its floor and ceiling; "auto" is reference. The carry is float32
+(float64 for float64 inputs) whatever the inputs are.
+
+What lies within a step is computed again in the backward pass by all but associative. For T states that are all read,
+chunked keeps those T, as its result, where reference keeps them once more; with last_only, and a still image, nothing
+of the size of a state grows faster than sqrt(T).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from cssm.spectral import Spectrum, add, multiply
+from cssm import goom
+from cssm.spectral import Spectrum, add, magnitude, multiply, scale, total
 
 States = tuple[Spectrum, ...]
 Step = Callable[[States, Any, States], States]
-Method = Literal["auto", "reference", "associative"]
+Method = Literal["auto", "reference", "chunked", "associative", "goom"]
 
 
 def linear_scan(
-    step: Step, num_states: int, gates: Any, inputs: States, method: Method = "auto", last_only: bool = False
-):
+    step: Step,
+    num_states: int,
+    gates: Any,
+    inputs: States,
+    method: Method = "auto",
+    last_only: bool = False,
+    stable: bool = False,
+) -> States:
     """Run the recurrence over time.
 
     step: (h, gates_t, inputs_t) -> h. h: `num_states` spectra [B, F, C].
     gates: pytree of real arrays [B, T, F, 1].
     inputs: spectra [B, T, F, C], or [B, 1, F, C] where the input is the same at every t.
+    stable: run `stable_step(step)` instead.
     Returns `num_states` spectra [B, T, F, C]; with last_only, [B, 1, F, C] holding t = T - 1.
     """
     dtype = jnp.promote_types(inputs[0].re.dtype, jnp.float32)
@@ -37,48 +54,94 @@ def linear_scan(
     gates = jax.tree.map(lambda g: jnp.moveaxis(g, 1, 0), gates)  # [T, B, F, 1]
     inputs = jax.tree.map(lambda u: jnp.moveaxis(u, 1, 0), inputs)  # [T or 1, B, F, C]
     still = inputs[0].re.shape[0] == 1 and num_steps > 1
-    run = _associative if method == "associative" else _reference
-    states = run(step, num_states, gates, inputs, still, dtype, last_only)
+    start = _zeros(num_states, jnp.zeros(inputs[0].re.shape[1:], dtype))
+    states = _RUNS[method](stable_step(step) if stable else step, start, gates, inputs, still, last_only)
     return jax.tree.map(lambda s: jnp.moveaxis(s, 0, 1), states)
 
 
-def _reference(step, num_states, gates, inputs, still, dtype, last_only):
+def stable_step(step: Step) -> Step:
+    """The recurrence with each row of A_t divided by the sum of its magnitudes, where that is above 1.
+
+    Then max |h_t| <= max |h_{t-1}| + max |u_t| over the n states: at most linear growth, for every T. A row whose sum
+    is below 1 stays as it is.
+    """
+
+    def stable(h: States, gates: Any, inputs: States) -> States:
+        zero = jnp.zeros_like(h[0].re)
+        columns = _columns(step, len(h), gates, len(inputs), zero)
+        rows = [total([magnitude(column[i]) for column in columns]) for i in range(len(h))]
+        carried = step(h, gates, _zeros(len(inputs), zero))
+        driven = step(_zeros(len(h), zero), gates, inputs)
+        return tuple(
+            add(scale(1.0 / jnp.maximum(row, 1.0), c), d) for row, c, d in zip(rows, carried, driven, strict=True)
+        )
+
+    return stable
+
+
+def _columns(step: Step, num_states: int, gates: Any, num_inputs: int, zero: jax.Array) -> list[States]:
+    """The columns of A_t: the steps of unit vectors without input; zero: of the shape and type of a state's plane."""
+
+    def unit(j: int) -> States:
+        return tuple(Spectrum(zero + 1 if i == j else zero, zero) for i in range(num_states))
+
+    return [step(unit(j), gates, _zeros(num_inputs, zero)) for j in range(num_states)]
+
+
+def _zeros(count: int, zero: jax.Array) -> States:
+    return (Spectrum(zero, zero),) * count
+
+
+def _reference(step, start, gates, inputs, still, last_only):
+    last, states = _loop(step, start, gates, inputs, still, last_only)
+    return jax.tree.map(lambda s: s[None], last) if last_only else states
+
+
+def _chunked(step, start, gates, inputs, still, last_only):
     num_steps = jax.tree.leaves(gates)[0].shape[0]
-    shape = inputs[0].re.shape[1:]
-    zeros = jnp.zeros(shape, dtype)
-    start: States = tuple(Spectrum(zeros, zeros) for _ in range(num_states))
+    size = math.isqrt(num_steps)
+    whole = num_steps // size * size
+    timed = (gates, None if still else inputs)
+
+    def chunk(h, part):
+        return _loop(step, h, part[0], inputs if still else part[1], still, last_only)
+
+    chunks = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), timed)
+    last, states = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), start, chunks)
+    states = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), states)
+    if whole < num_steps:  # fewer than sqrt(T) steps are left: their states may stay
+        last, rest = chunk(last, jax.tree.map(lambda a: a[whole:], timed))
+        states = jax.tree.map(lambda *parts: jnp.concatenate(parts), states, rest)
+    return jax.tree.map(lambda s: s[None], last) if last_only else states
+
+
+def _loop(step, start, gates, inputs, still, last_only):
+    """(the last states, all of them or None)."""
+    num_steps = jax.tree.leaves(gates)[0].shape[0]
     constant = jax.tree.map(lambda u: u[0], inputs) if still else None
 
     def body(h, at_t):
         gates_t, inputs_t = at_t
-        h = step(h, gates_t, constant if still else inputs_t)
-        h = jax.tree.map(lambda s: s.astype(dtype), h)
+        new = step(h, gates_t, constant if still else inputs_t)
+        h = jax.tree.map(lambda s, old: s.astype(old.dtype), new, h)
         return h, None if last_only else h
 
     # Only the states are kept for the backward pass; what lies between them is computed again.
     body = jax.checkpoint(body, prevent_cse=False)
     # A GPU wants the loop unrolled (one fused program); on a CPU a rolled loop is many times faster.
     unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= 16 else 1
-    last, states = jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
-    return jax.tree.map(lambda s: s[None], last) if last_only else states
+    return jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
 
 
-def _associative(step, num_states, gates, inputs, still, dtype, last_only):
-    num_steps = jax.tree.leaves(gates)[0].shape[0]
+def _associative(step, start, gates, inputs, still, last_only):
+    num_steps, n = jax.tree.leaves(gates)[0].shape[0], len(start)
     if still:
         inputs = jax.tree.map(lambda u: jnp.broadcast_to(u, (num_steps, *u.shape[1:])), inputs)
-    zero = jnp.zeros(inputs[0].re.shape, dtype)
-    nothing = tuple(Spectrum(zero, zero) for _ in inputs)
-    origin = tuple(Spectrum(zero, zero) for _ in range(num_states))
-
-    def column(j: int) -> States:
-        unit = tuple(Spectrum(zero + 1 if i == j else zero, zero) for i in range(num_states))
-        return step(unit, gates, nothing)
-
-    columns = [column(j) for j in range(num_states)]
-    matrix = [[columns[j][i] for j in range(num_states)] for i in range(num_states)]  # [row][column]
-    vector = list(step(origin, gates, inputs))
-    matrix, vector = jax.tree.map(lambda s: s.astype(dtype), (matrix, vector))
+    zero = jnp.zeros(inputs[0].re.shape, start[0].re.dtype)
+    columns = _columns(step, n, gates, len(inputs), zero)
+    matrix = [[columns[j][i] for j in range(n)] for i in range(n)]  # [row][column]
+    vector = list(step(_zeros(n, zero), gates, inputs))
+    matrix, vector = jax.tree.map(lambda s: s.astype(zero.dtype), (matrix, vector))
     _, states = jax.lax.associative_scan(_compose, (matrix, vector), axis=0)
     states = tuple(states)
     return jax.tree.map(lambda s: s[-1:], states) if last_only else states
@@ -91,3 +154,36 @@ def _compose(earlier, later):
     product = [[add(*(multiply(a2[i][r], a1[r][j]) for r in range(n))) for j in range(n)] for i in range(n)]
     vector = [add(*(multiply(a2[i][r], u1[r]) for r in range(n)), u2[i]) for i in range(n)]
     return product, vector
+
+
+def _goom(step, start, gates, inputs, still, last_only):
+    states = _reference(_log_step(step), _to_goom(start), gates, inputs, still, last_only)
+    return tuple(goom.from_goom(state) for state in states)
+
+
+def _log_step(step: Step):
+    """The step on states in log space: its matrix times h, plus its input, term by term."""
+
+    def log_step(h: tuple[goom.Goom, ...], gates: Any, inputs: States) -> tuple[goom.Goom, ...]:
+        zero = jnp.zeros_like(h[0].log)
+        columns = [_to_goom(column) for column in _columns(step, len(h), gates, len(inputs), zero)]
+        driven = _to_goom(step(_zeros(len(h), zero), gates, inputs))
+        carried = [
+            [goom.multiply(column[i], state) for column, state in zip(columns, h, strict=True)] for i in range(len(h))
+        ]
+        return tuple(goom.add(*terms, u) for terms, u in zip(carried, driven, strict=True))
+
+    return log_step
+
+
+def _to_goom(states: States) -> tuple[goom.Goom, ...]:
+    return tuple(goom.to_goom(state) for state in states)
+
+
+_RUNS = {
+    "auto": _reference,
+    "reference": _reference,
+    "chunked": _chunked,
+    "associative": _associative,
+    "goom": _goom,
+}

@@ -105,11 +105,14 @@ def kernel_spectrum(kernel: jax.Array, height: int, width: int, origin: str) -> 
 
 def bound_magnitude(k_hat: Spectrum, rho: float = 0.999) -> Spectrum:
     """rho * K / (1 + |K|): keeps the phase, guarantees |K| < rho (docs/math.md, equation 2)."""
-    power = jnp.square(k_hat.re) + jnp.square(k_hat.im)
-    # sqrt has no derivative at 0; the squash there is linear, so a zero magnitude with zero gradient is right.
-    magnitude = jnp.where(power > 0, jnp.sqrt(jnp.where(power > 0, power, 1.0)), 0.0)
-    scale = rho / (1.0 + magnitude)
+    scale = rho / (1.0 + magnitude(k_hat))
     return Spectrum(k_hat.re * scale, k_hat.im * scale)
+
+
+def magnitude(z: Spectrum) -> jax.Array:
+    """|z|; its gradient is that of the square root, but 0 at z = 0, where it has none."""
+    power = jnp.square(z.re) + jnp.square(z.im)
+    return jnp.where(power > 0, jnp.sqrt(jnp.where(power > 0, power, 1.0)), 0.0)
 
 
 def multiply(a: Spectrum, b: Spectrum) -> Spectrum:

@@ -1,17 +1,21 @@
-"""Both scans against a plain loop over explicit complex matrices in float64: values and gradients."""
+"""All scans against a plain loop over explicit complex matrices in float64: values, gradients, memory and range."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cssm.goom import ceiling
 from cssm.scan import linear_scan
 from cssm.spectral import Spectrum, add, multiply, scale
 
 B, T, F, C = 2, 5, 3, 4
+METHODS = ("reference", "chunked", "associative", "goom")
 
 
-def problem(seed=0, still=False):
+def problem(seed=0, still=False, T=T):
     """A coupled pair of states with real gates a, b and a complex coefficient k [F, C]."""
     rng = np.random.default_rng(seed)
     k = 0.5 * (rng.standard_normal((F, C)) + 1j * rng.standard_normal((F, C)))
@@ -25,6 +29,7 @@ def planes(z):
     return Spectrum(jnp.asarray(z.real), jnp.asarray(z.imag))
 
 
+@functools.partial(jax.jit, static_argnames=("method", "last_only"))
 def run(k, gates, inputs, method, last_only=False):
     def step(h, g, u):
         x, y = h
@@ -39,7 +44,7 @@ def run(k, gates, inputs, method, last_only=False):
 def loop(k, gates, inputs):
     """Explicit 2 x 2 matrices, numpy complex128: [B, T, F, C, 2]."""
     state, states = np.zeros((B, F, C, 2), complex), []
-    for t in range(T):
+    for t in range(gates["a"].shape[1]):
         a, b = gates["a"][:, t], gates["b"][:, t]
         ones = np.ones((B, F, C))
         matrix = np.stack([np.stack([a * ones, -k * b], -1), np.stack([k * ones, b * ones], -1)], -2)
@@ -49,7 +54,7 @@ def loop(k, gates, inputs):
     return np.stack(states, 1)
 
 
-@pytest.mark.parametrize("method", ["reference", "associative"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("still", [False, True])
 def test_values_are_those_of_explicit_matrices(method, still):
     k, gates, inputs = problem(still=still)
@@ -60,31 +65,108 @@ def test_values_are_those_of_explicit_matrices(method, still):
             np.testing.assert_allclose(np.asarray(state.re) + 1j * np.asarray(state.im), want[..., i], atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["reference", "associative"])
+@pytest.mark.parametrize("method", METHODS)
 def test_last_only_is_the_last_step(method):
     k, gates, inputs = problem()
     args = (planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)), method)
     whole, last = run(*args), run(*args, last_only=True)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, -1:], b), whole, last)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:, -1:], b, rtol=1e-6, atol=1e-6), whole, last)
 
 
-def test_gradients_agree_and_match_finite_differences():
+def gradients(k, gates, inputs, method, last_only=False):
+    def loss(k, gates, inputs):
+        return sum(jnp.sum(jnp.sin(p)) for s in run(k, gates, inputs, method, last_only) for p in s)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(k, gates, inputs)
+
+
+def test_gradients_match_finite_differences():
     k, gates, inputs = problem(seed=3)
     with jax.enable_x64(True):
-        args = (planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)))
-
-        def loss(k, gates, inputs, method):
-            return sum(jnp.sum(jnp.sin(p)) for s in run(k, gates, inputs, method) for p in s)
-
-        reference = jax.grad(loss, argnums=(0, 1, 2))(*args, "reference")
-        associative = jax.grad(loss, argnums=(0, 1, 2))(*args, "associative")
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), reference, associative)
-
+        args = (jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)), "reference")
+        value, (of_k, _, _) = gradients(planes(k), *args)
         small = 1e-6
         for at in [(0, 0), (2, 3)]:
-            bumped = Spectrum(args[0].re.at[at].add(small), args[0].im)
-            numeric = (loss(bumped, *args[1:], "reference") - loss(*args, "reference")) / small
-            np.testing.assert_allclose(reference[0].re[at], numeric, rtol=1e-4)
+            bumped = Spectrum(planes(k).re.at[at].add(small), planes(k).im)
+            np.testing.assert_allclose(of_k.re[at], (gradients(bumped, *args)[0] - value) / small, rtol=1e-4)
+
+
+@pytest.mark.parametrize("still,last_only", [(False, False), (True, True)])
+@pytest.mark.parametrize("steps", [1, 7])  # 7 = 3 chunks of 2 steps and one that is left
+def test_gradients_of_all_methods_agree(steps, still, last_only):
+    k, gates, inputs = problem(3, still, steps)
+    with jax.enable_x64(True):
+        args = (planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)))
+        want = gradients(*args, "reference", last_only)
+        for method in METHODS[1:]:
+            got = gradients(*args, method, last_only)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11, rtol=1e-11), want, got)
+
+
+def test_exact_zeros_keep_their_gradients_in_log_space():
+    """Inputs and couplings of zero: the published floor loses their gradients."""
+    k, gates, inputs = problem(seed=4)
+    with jax.enable_x64(True):
+        zeros = tuple(planes(0 * u) if i else planes(u) for i, u in enumerate(inputs))
+        args = (planes(0 * k), jax.tree.map(jnp.asarray, gates), zeros)
+        want, got = gradients(*args, "reference"), gradients(*args, "goom")
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), want, got)
+        assert np.abs(want[1][0].re).min() > 1e-3
+
+
+def residual_bytes(method, steps, last_only=True, wide=64):
+    """What the forward pass keeps for the backward pass, of a still image whose states have `wide` channels."""
+
+    def keep(gates, u):
+        step = lambda h, g, u: (add(scale(g["a"], h[0]), u[0]),)
+        return jax.vjp(lambda g, u: linear_scan(step, 1, g, (u,), method, last_only), gates, u)[1]
+
+    u = jnp.zeros((1, 1, 1, wide))
+    kept = jax.eval_shape(keep, {"a": jnp.zeros((1, steps, 1, 1))}, Spectrum(u, u))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept) if leaf.size > steps)
+
+
+def test_chunked_keeps_sqrt_t_states_and_reference_t():
+    state = 2 * 64 * 4
+    for steps in (64, 256, 1024):
+        assert residual_bytes("reference", steps) >= steps * state
+        assert residual_bytes("chunked", steps) <= (steps**0.5 + 4) * state
+
+
+@pytest.mark.parametrize("method,growth", [("reference", 16), ("chunked", 4)])
+def test_compiled_memory_grows_as_stated(method, growth):
+    """From 64 to 1024 steps, forward and backward together; states dwarf the gates."""
+
+    def temporary(steps):
+        def loss(gates, u):
+            step = lambda h, g, u: (add(scale(g["a"], multiply(u[0], h[0])), u[0]),)
+            (h,) = linear_scan(step, 1, gates, (u,), method, last_only=True)
+            return jnp.sum(h.re)
+
+        u = jnp.ones((1, 1, 1, 4096))
+        args = {"a": jnp.ones((1, steps, 1, 1))}, Spectrum(u, u)
+        return jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert 0.5 * growth < temporary(1024) / temporary(64) < 1.25 * growth
+
+
+def test_log_space_stays_finite_where_the_plain_recurrence_overflows():
+    """1024 float32 steps of matrices, most of spectral radius above 1; float64 (to 1e308) knows what is right."""
+    k, gates, inputs = problem(6, still=True, T=1024)
+    k = 1.1 * np.exp(1j * np.angle(k))
+    want = loop(k, gates, inputs)[:, -1]
+    args = jax.tree.map(jnp.float32, (planes(k), gates, tuple(map(planes, inputs))))
+    plain, got = (run(*args, method, last_only=True) for method in ("reference", "goom"))
+    for i, (overflown, state) in enumerate(zip(plain, got, strict=True)):
+        state = np.asarray(state.re)[:, 0] + 1j * np.asarray(state.im)[:, 0]
+        far, near = np.abs(want[..., i]) > 1e39, np.abs(want[..., i]) < 1e17
+        assert far.sum() > 10 and near.sum() > 3
+        assert not np.isfinite(overflown.re[:, 0][far]).any()
+        np.testing.assert_allclose(np.abs(state[far]), np.exp(ceiling(np.float32)), rtol=1e-5)
+        np.testing.assert_allclose(state[far] / np.abs(state[far]), (want / np.abs(want))[..., i][far], atol=1e-3)
+        np.testing.assert_allclose(state[near], want[..., i][near], rtol=1e-3)
+    _, grads = gradients(*args, "goom", last_only=True)
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
 
 
 def test_the_carry_is_float32_for_bf16_inputs():
