@@ -17,7 +17,7 @@ import cssm
 from cssm import models
 from cssm.cells import CELLS, core
 from cssm.checkpoint import step_folder
-from cssm.config import KNOBS, Config, parse_args
+from cssm.config import ARCHS, KNOBS, Config, parse_args
 from cssm.optimizers import MUON_RMS, RULES, decays, make_optimizer, make_schedule, matrices
 from cssm.recipes import OPTIMIZERS
 from parallel import devices as par
@@ -313,12 +313,14 @@ def mixes(module, leaf):
 
 
 SPECTRAL = {"kernel_domain": "spectral", "gate_type": "dense"}
+EVERYWHERE = [*({"arch": "vit", "cssm": cell} for cell in CELLS), *({"arch": arch} for arch in ARCHS)]
+EVERYWHERE += [{"cssm": cell, **SPECTRAL} for cell in ("hgru_bi", "gdn")]
 
 
-@pytest.mark.parametrize("cell,settings", [*((cell, {}) for cell in CELLS), ("hgru_bi", SPECTRAL), ("gdn", SPECTRAL)])
-def test_muon_takes_the_matrices_between_the_first_layer_and_the_last(cell, settings):
-    """Told by the modules that own them, of every cell. No complex leaf is among them."""
-    params, owners = modules_of(Config(arch="vit", cssm=cell, depth=1, image_size=8, **settings))
+@pytest.mark.parametrize("settings", EVERYWHERE, ids=lambda settings: " ".join(settings.values()))
+def test_muon_takes_the_matrices_between_the_first_layer_and_the_last(settings):
+    """Told by the modules that own them, of every cell and trunk. No complex leaf is among them."""
+    params, owners = modules_of(Config(image_size=8, **settings))
     chosen = dict(jax.tree_util.tree_leaves_with_path(matrices(params)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         *names, last = (key.key for key in path)
