@@ -15,9 +15,9 @@ from cssm.config import Config
 
 Tree = Any
 
-# Parameters that weight decay would only pull away from their meaning: offsets, scales, position tables, decays, time
-# scales and frequencies of states.
-NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "A_logit", "decay", "log_dt", "log_rate", "frequency", "D")
+# Parameters that weight decay would only pull away from their meaning: offsets, scales, position tables, register
+# tokens, decays, time scales and frequencies of states.
+NO_DECAY = ("bias", "scale", "gamma", "pos_embed", "tokens", "A_logit", "decay", "log_dt", "log_rate", "frequency", "D")
 
 # Root mean square of Muon's step over lr: about that of AdamW's (Liu et al. 2025), so that one rate serves both.
 MUON_RMS = 0.2
@@ -54,7 +54,7 @@ def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTr
 
 
 def decays(params: Tree) -> Tree:
-    """True for the leaves that weight decay applies to: not biases, norms, layer scale, position tables."""
+    """True for the leaves that weight decay applies to: not biases, norms, layer scale, position tables, tokens."""
     return jax.tree_util.tree_map_with_path(lambda path, _: _names(path)[-1] not in NO_DECAY, params)
 
 

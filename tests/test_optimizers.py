@@ -289,6 +289,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(name, tmp_path):
 # Of which leaves
 
 
+@functools.cache
 def modules_of(config):
     """(parameters, the module that owns each, by path), by shapes alone."""
     owners = {}
@@ -330,12 +331,16 @@ def test_muon_takes_the_matrices_between_the_first_layer_and_the_last(settings):
     assert any(chosen.values())
 
 
-def test_weight_decay_spares_offsets_scales_and_tables():
-    config = Config(arch="vit", cssm="gated", depth=2, embed_dim=4, image_size=8, norm_type="batch")
-    params, _ = modules_of(config)
-    kept = {jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(decays(params))}
-    assert {path.split("'")[-2] for path, on in kept.items() if on} == {"kernel"}
-    assert {path.split("'")[-2] for path, on in kept.items() if not on} == {"bias", "scale", "gamma", "pos_embed"}
+@pytest.mark.parametrize("settings", EVERYWHERE, ids=lambda settings: " ".join(settings.values()))
+def test_weight_decay_is_for_kernels_spectra_and_readouts(settings):
+    """Everything else has a meaning that zero is not: offsets, scales, tables, tokens, decays and time scales."""
+    tokens = {"n_register_tokens": 2} if settings == {"arch": "vit"} else {}
+    params, _ = modules_of(Config(image_size=8, **settings, **tokens))
+    leaves = jax.tree_util.tree_leaves_with_path(decays(params))
+    kept, spared = ({path[-1].key for path, on in leaves if on is wanted} for wanted in (True, False))
+    assert "kernel" in kept and {"bias", "scale"} <= spared
+    assert kept <= {"kernel", "spectrum", "read"}
+    assert not tokens or {"tokens", "gamma", "pos_embed"} <= spared
 
 
 def test_schedule_warms_up_from_the_first_step_and_ends_at_one_percent():
