@@ -177,6 +177,7 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
     elif what == "train":
         model = config.arch if config.arch == "baseline" else f"{config.arch} {config.cssm}"
         what = f"{model} on {config.dataset}"
+    what = f"dry run, {what}" if config.dry_run else what
     return f"cssm {__version__}: {what}; {processes}loading JAX ..."
 
 

@@ -1,62 +1,124 @@
 """Floating-point operations of a function, counted from its jaxpr.
 
 A multiply-add is 2. Products, convolutions and transforms are counted exactly (a real FFT over n points as
-2.5 n log2 n, a complex one as 5 n log2 n), element-wise operations as one each; loops count as often as they run,
-which XLA's own estimate does not do.
+2.5 n log2 n, a complex one as 5 n log2 n; of a convolution what meets the image, not its padding), element-wise
+operations and reductions as one for each number, a complex number by its parts. Loops count as often as they run,
+which XLA's own estimate does not do. An operation on whole numbers or truth values counts nothing, and so does what
+only moves or makes numbers (FREE). What is in none of these lists is an error, and never silently nothing.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
+from cssm.jaxprs import inner, trace
+
 ELEMENTWISE = frozenset(
-    "add sub mul div neg max min exp log log1p expm1 logistic tanh erf sqrt rsqrt sin cos pow integer_pow square "
-    "abs sign select_n exp2 cbrt".split()
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc "
+    "exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter pow "
+    "rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh".split()
 )
-REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum".split())
+REDUCTIONS = frozenset(
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod reduce_sum".split()
+)
+# Operations on real numbers that one on complex numbers takes, where they are not two.
+COMPLEX = {"mul": 6, "div": 11, "abs": 4, "integer_pow": 6}
+# They move numbers, make them from nothing, look at their bits, or send them to other devices.
+FREE = frozenset(
+    "all_gather all_to_all and axis_index bitcast_convert_type broadcast_in_dim complex concatenate conj "
+    "convert_element_type copy copy_p dynamic_slice dynamic_update_slice expand_dims gather imag iota not "
+    "optimization_barrier or pad pbroadcast pmax pmin population_count ppermute psum psum_invariant pvary random_bits "
+    "random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce_and reduce_or "
+    "reduce_precision reduce_scatter reshape rev scatter shift_left shift_right_arithmetic shift_right_logical slice "
+    "sort split squeeze stack stop_gradient transpose unstack xor".split()
+)
+# They count as what is within them.
+CALLS = frozenset(
+    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2 "
+    "shard_map xla_pmap".split()
+)
+
+
+class UncountedError(Exception):
+    """A function has an operation of which nothing is known here; the message names it."""
 
 
 def count_flops(fn: Callable, *args: Any) -> int:
-    """FLOPs of fn(*args); args are arrays or jax.ShapeDtypeStruct, nothing is computed."""
-    return round(_count(jax.make_jaxpr(fn)(*args).jaxpr))
+    """FLOPs of fn(*args); args are arrays or jax.ShapeDtypeStruct, nothing is computed. Raises UncountedError."""
+    return flops_of(trace(fn, *args))
 
 
-def _count(jaxpr) -> float:
+def flops_of(jaxpr: Any) -> int:
+    """FLOPs of what was traced. Raises UncountedError."""
+    return round(_count(jaxpr))
+
+
+def _count(jaxpr: Any) -> float:
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
 
-def _of_equation(equation) -> float:
+def _of_equation(equation: Any) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return params["length"] * _count(params["jaxpr"].jaxpr)
+        return params["length"] * sum(map(_count, inner(equation)))
     if name == "cond":
-        return max(_count(branch.jaxpr) for branch in params["branches"])
-    inner = [value for value in params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
-    if inner and name not in REDUCTIONS:
-        return sum(_count(getattr(value, "jaxpr", value)) for value in inner)
-
-    out = equation.outvars[0].aval
-    size = float(np.prod(out.shape))
-    if np.issubdtype(out.dtype, np.complexfloating) and name in ("mul", "add", "sub"):
-        size *= 6 if name == "mul" else 2
+        return max(map(_count, inner(equation)))
+    if name in CALLS:
+        return sum(map(_count, inner(equation)))
+    if name in FREE:
+        return 0.0
+    operands, out = [atom.aval for atom in equation.invars], equation.outvars[0].aval
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
-        return 2.0 * size * math.prod(equation.invars[0].aval.shape[d] for d in contracting)
+        return _multiply_adds(out, _size(out) * math.prod(operands[0].shape[d] for d in contracting))
     if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval.shape
-        spec = params["dimension_numbers"].rhs_spec
-        return 2.0 * size * math.prod(kernel[d] for d in spec[1:])
+        return _multiply_adds(out, _taps(params, *operands[:2], out))
     if name == "fft":
-        points = math.prod(params["fft_lengths"])
-        kind = params["fft_type"].name
-        real = kind.endswith("RFFT")
-        transformed = out.shape if kind == "IRFFT" else equation.invars[0].aval.shape
-        return float(np.prod(transformed)) * (2.5 if real else 5.0) * math.log2(max(points, 2))
+        kind, points = params["fft_type"].name, math.prod(params["fft_lengths"])
+        transformed = out if kind == "IRFFT" else operands[0]
+        return _size(transformed) * (2.5 if kind.endswith("RFFT") else 5.0) * math.log2(max(points, 2))
     if name in ELEMENTWISE:
-        return size
+        return _size(out) * _cost(name, operands)
     if name in REDUCTIONS:
-        return float(np.prod(equation.invars[0].aval.shape))
-    return 0.0
+        return _size(operands[0]) * _cost(name, operands)
+    if name in ("scatter-add", "scatter_add"):
+        return _size(operands[2]) * _cost(name, operands)
+    why = "a loop that runs nobody knows how often" if name == "while" else "an operation that is not known here"
+    raise UncountedError(f"{name} is {why}")
+
+
+def _size(aval: Any) -> float:
+    return float(math.prod(aval.shape))
+
+
+def _cost(name: str, operands: list[Any]) -> float:
+    """Of one element: 0 for whole numbers and truth values."""
+    if any(_is(operand, jnp.complexfloating) for operand in operands):
+        return COMPLEX.get(name, 2)
+    return 1.0 if any(_is(operand, jnp.inexact) for operand in operands) else 0.0
+
+
+def _is(aval: Any, kind: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, kind)
+
+
+def _multiply_adds(out: Any, number: float) -> float:
+    return number * (8.0 if _is(out, jnp.complexfloating) else 2.0)
+
+
+def _taps(params: Any, image: Any, kernel: Any, out: Any) -> float:
+    """Products of a convolution: for each pair of output and kernel element that meet an element of the image."""
+    numbers = params["dimension_numbers"]
+    pairs = 1
+    for dim, (low, _) in enumerate(params["padding"]):
+        side = image.shape[numbers.lhs_spec[2 + dim]]
+        spread = params["lhs_dilation"][dim]
+        starts = np.arange(out.shape[numbers.out_spec[2 + dim]]) * params["window_strides"][dim] - low
+        steps = np.arange(kernel.shape[numbers.rhs_spec[2 + dim]]) * params["rhs_dilation"][dim]
+        at = starts[:, None] + steps
+        pairs *= int(((at >= 0) & (at <= (side - 1) * spread) & (at % spread == 0)).sum())
+    maps = math.prod(out.shape[d] for d in numbers.out_spec[:2])
+    return float(maps * kernel.shape[numbers.rhs_spec[1]] * pairs)

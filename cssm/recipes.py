@@ -86,7 +86,7 @@ PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20
 
 
 def recipe(config: "Config") -> Row:
-    """Values for what a configuration leaves open; a length or a total batch that is given stands alone."""
+    """Values for what a configuration leaves open; a length, a total batch or a size that is given stands alone."""
     row = SIMPLE if config.arch == "simple" else PRESETS[config.preset]
     sizes = {"digits": DIGITS_SIZE, "pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
     values = {
@@ -100,6 +100,7 @@ def recipe(config: "Config") -> Row:
     values["lr"] = round(values["lr"] * values.pop("lr_factor"), 10)  # 0.009, not 0.009000000000000001
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()
     given |= {"batch_size"} if config.global_batch_size else set()
+    given |= {"embed_dim", "depth"} if config.target_params else set()  # cssm.size finds what is left open
     return {name: value for name, value in values.items() if name not in given}
 
 

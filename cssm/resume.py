@@ -29,7 +29,8 @@ def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[C
                 f"--{name} {value}: the run to resume has {getattr(before, name)}, which cannot change; "
                 f"leave --{name} out, or start a new run without --resume"
             )
-    after = resolve(typed, record)
+    anew = {name: value for name, value in typed.items() if KNOBS[name].resume != "fixed"}
+    after = resolve(anew, record)
     kept = [name for name in KNOBS if KNOBS[name].resume != "fresh"]
     changed = [name for name in kept if getattr(before, name) != getattr(after, name)]
     return after, [f"{name}: was {getattr(before, name)}, now {getattr(after, name)}" for name in changed]

@@ -1,5 +1,9 @@
-"""What settings must hold together, checked when a Config is made; what is allowed but worth a warning."""
+"""What settings must hold together, checked when a Config is made; what is allowed but worth a warning.
 
+With --target_params the width and the depth may be open; what depends on them is checked once they are found.
+"""
+
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -46,8 +50,8 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
 
 def _check_trunk(config: "Config") -> None:
     if config.num_heads is not None:
-        _check_divides("num_heads", config.num_heads, config.embed_dim or 1)
-    depth = config.depth or 1
+        _check_divides("num_heads", config.num_heads, config.embed_dim or 0)
+    depth = config.depth or math.inf
     if config.inter_mlp_ratio and depth == 1:
         raise UserError(
             f"--inter_mlp_ratio {config.inter_mlp_ratio} lies between cells, and --depth is 1: type --depth 2 or more"
@@ -77,7 +81,7 @@ def _check_cell(config: "Config") -> None:
             "--pos_embed temporal turns all pixels of a frame alike, which spatial_attn does not see: type mrope"
         )
     if config.arch != "baseline" and config.cssm == "gdn":
-        _check_divides("delta_key_dim", config.delta_key_dim, config.embed_dim or 1)
+        _check_divides("delta_key_dim", config.delta_key_dim, config.embed_dim or 0)
         if config.qkv_conv_full and config.qkv_conv_size == 1:
             raise UserError("--qkv_conv_full needs a convolution, and --qkv_conv_size is 1: type 3 or 5")
 

@@ -38,13 +38,13 @@ class Run:
 Share = Callable[[str, Callable[[], Any]], Any]
 
 
-def open_run(config: Config, typed: Mapping[str, Any], share: Share) -> Run:
-    """Find the run that --resume names, or make the directory of a new one.
+def open_run(config: Config, typed: Mapping[str, Any], share: Share, make: bool = True) -> Run:
+    """Find the run that --resume names, or make the directory of a new one; with make=False it is only named.
 
     share(name, decide): of several processes, the first decides (parallel.job.share). Raises UserError for a path that
     holds no run, for an existing run without --resume, and where the directory cannot be made (exit code 6).
     """
-    found = share("run", lambda: _find(config, typed))
+    found = share("run", lambda: _find(config, typed, make))
     directory, saved = Path(found["directory"]), found["saved"]
     if saved is not None:
         resumed, changes = resume_config(saved, typed)
@@ -56,7 +56,7 @@ def open_run(config: Config, typed: Mapping[str, Any], share: Share) -> Run:
     return Run(directory, _fresh(config, typed), False, (note,))
 
 
-def _find(config: Config, typed: Mapping[str, Any]) -> dict[str, Any]:
+def _find(config: Config, typed: Mapping[str, Any], make: bool) -> dict[str, Any]:
     """{directory, saved: the configuration of the run to resume, or None}."""
     root = Path(config.checkpoint_dir)
     directory = None
@@ -64,7 +64,7 @@ def _find(config: Config, typed: Mapping[str, Any]) -> dict[str, Any]:
         directory = _newest(root, config.run_name) if config.resume == "auto" else _at(Path(config.resume))
     if directory is not None:
         return {"directory": str(directory), "saved": saved_meta(directory / CHECKPOINTS)["config"]}
-    return {"directory": str(_new_directory(_fresh(config, typed), root)), "saved": None}
+    return {"directory": str(_new_directory(_fresh(config, typed), root, make)), "saved": None}
 
 
 def _fresh(config: Config, typed: Mapping[str, Any]) -> Config:
@@ -94,9 +94,9 @@ def _steps(directory: Path) -> list[Path]:
     return [path for path in (directory / CHECKPOINTS).glob("*") if path.name.isdecimal()]
 
 
-def _new_directory(config: Config, root: Path) -> Path:
+def _new_directory(config: Config, root: Path, make: bool) -> Path:
     if config.run_name is None:
-        return _unused_directory(config, root)
+        return _unused_directory(config, root) if make else root / _name(config)
     directory = root / config.run_name
     # With --resume auto there is no checkpoint in it: a run that ended before its first one begins anew.
     if config.resume is None and directory.exists() and any(directory.iterdir()):
@@ -104,14 +104,20 @@ def _new_directory(config: Config, root: Path) -> Path:
             f"the run directory {directory} exists already: type --resume {directory} to go on with it, "
             f"or another --run_name"
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    if make:
+        directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def _name(config: Config) -> str:
+    """After the time and the model."""
+    kind = config.arch if config.arch == "baseline" else f"{config.arch}_{config.cssm}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}_{kind}"
 
 
 def _unused_directory(config: Config, root: Path) -> Path:
     """Made and named after the time and the model; runs of the same second are told apart by a number."""
-    kind = config.arch if config.arch == "baseline" else f"{config.arch}_{config.cssm}"
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}_{kind}"
+    name = _name(config)
     root.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(1):
         directory = root / (name if attempt == 1 else f"{name}_{attempt}")

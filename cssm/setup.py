@@ -12,14 +12,16 @@ import optax
 
 from cssm import data, models
 from cssm.config import Config, applicable, warnings_for
-from cssm.data.pipeline import Source, steps_per_epoch
-from cssm.flops import count_flops
+from cssm.data.pipeline import Outline, Source, steps_per_epoch
+from cssm.flops import UncountedError, count_flops
 from cssm.optimizers import make_optimizer, make_schedule
 from cssm.recipes import scaled_lr
 from cssm.report import Reporter
 from cssm.runs import Run
+from cssm.size import fitted
 from cssm.step import TrainState, init_state
 from parallel import devices as par
+from parallel import job
 from parallel.sharded import ShardedParams, gather, make_strategy
 from parallel.sync import Replicated
 
@@ -30,12 +32,14 @@ WARMUP_SHARE = 0.05
 class Setup:
     """Nothing here changes from step to step. devices: of all processes.
 
-    model: the plain one; step_model: the same with its blocks wrapped as the steps need it.
+    sources: by split; none where nothing but `outline` was asked for. model: the plain one; step_model: the same with
+    its blocks wrapped as the steps need it.
     """
 
     run: Run
     devices: list[jax.Device]
     batching: par.Batching
+    outline: Outline
     sources: dict[str, Source]
     model: nn.Module
     step_model: nn.Module
@@ -52,7 +56,7 @@ class Setup:
 
     def initial_state(self, index: int | jax.Array) -> TrainState:
         """What device `index` holds of a fresh state; for `spmd`."""
-        image_shape = self.sources["train"].image_shape
+        image_shape = self.outline.image_shape
         return init_state(self.model, self.tx, self.strategy, self.config, image_shape, index)
 
     def layout(self) -> TrainState:
@@ -60,8 +64,13 @@ class Setup:
         return jax.eval_shape(lambda: self.initial_state(0))
 
 
-def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
-    """Load the data and build the model. UserError or DeviceError where the configuration does not fit them."""
+def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = True) -> Setup:
+    """Build the model and load the data, unless told not to. UserError or DeviceError where the configuration does not
+    fit them. All processes must call it.
+    """
+    outline = data.outline(run.config)
+    if run.config.target_params and not run.resumed:
+        run = replace(run, config=_fitted(run.config, outline, report))
     config = run.config
     notes = [*run.notes, *warnings_for(config)]
     if unused := len(par.select_devices(config.platform)) - len(devices):
@@ -70,8 +79,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
         report.line(f"note: {note}")
     sizes = (config.batch_size, config.global_batch_size, config.grad_accum)
     batching = par.resolve_batch(len(devices), *sizes, default_batch_size=config.batch_size or 1)
-    sources = {split: _load(config, split, report) for split in ("train", "val", "test")}
-    epoch_steps = steps_per_epoch(len(sources["train"]), batching.effective)
+    epoch_steps = steps_per_epoch(outline.examples["train"], batching.effective)
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)
     lr, note = scaled_lr(config, batching.effective)
@@ -79,12 +87,13 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
         report.line(f"note: {note}")
     schedule = make_schedule(replace(config, lr=lr), total_steps, _warmup_steps(config, epoch_steps, total_steps))
     strategy = make_strategy(config.shard, config.sync_backend, devices, config.grad_clip)
-    num_classes, bn_axis = sources["train"].num_classes, par.AXIS if config.sync_bn else None
+    num_classes, bn_axis = outline.num_classes, par.AXIS if config.sync_bn else None
     return Setup(
         run=run,
         devices=devices,
         batching=batching,
-        sources=sources,
+        outline=outline,
+        sources={split: _load(config, split, report) for split in outline.examples} if load else {},
         model=models.build(config, num_classes, bn_axis=bn_axis),
         step_model=models.build(config, num_classes, wrapper(config, strategy), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
@@ -98,9 +107,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter) -> Setup:
 def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
     """The facts of a run, for its banner and its `config` event. shapes: of the whole state."""
     config, batching = setup.config, setup.batching
-    image_shape = setup.sources["train"].image_shape
-    variables = {"params": shapes.params, "batch_stats": shapes.batch_stats}
-    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    image_shape = setup.outline.image_shape
     return {
         "arch": config.arch,
         "cssm": None if config.arch == "baseline" else config.cssm,
@@ -115,9 +122,10 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         "sync_backend": config.sync_backend,
         "shard": config.shard,
         "num_params": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params)),
-        "flops_per_image": count_flops(lambda v, x: setup.model.apply(v, x), variables, image),
+        "target_params": config.target_params,
+        **_flops(setup, shapes),
         "image_shape": list(image_shape),
-        **{f"{split}_examples": len(source) for split, source in setup.sources.items()},
+        **{f"{split}_examples": number for split, number in setup.outline.examples.items()},
         "steps_per_epoch": setup.epoch_steps,
         "total_steps": setup.total_steps,
         "run_dir": str(setup.run.directory),
@@ -131,6 +139,27 @@ def wrapper(config: Config, strategy: Replicated) -> Callable | None:
         # Without remat, what was gathered in the forward pass would be kept for the backward pass.
         return lambda block: nn.remat(nn.map_variables(block, "params", trans_in_fn=gather))
     return nn.remat if config.remat else None
+
+
+def _fitted(config: Config, outline: Outline, report: Reporter) -> Config:
+    """The configuration with the size that its target_params asks for; of several processes, the first decides."""
+
+    def size() -> dict[str, Any]:
+        found = fitted(config, outline)
+        return {"embed_dim": found.embed_dim, "depth": found.depth}
+
+    with report.busy("looking for the size"):
+        return replace(config, **job.share("size", size))
+
+
+def _flops(setup: Setup, shapes: TrainState) -> dict[str, Any]:
+    """flops_per_image, of the forward pass; or None and flops_uncounted, the reason."""
+    variables = {"params": shapes.params, "batch_stats": shapes.batch_stats}
+    image = jax.ShapeDtypeStruct((1, *setup.outline.image_shape), jnp.float32)
+    try:
+        return {"flops_per_image": count_flops(lambda v, x: setup.model.apply(v, x), variables, image)}
+    except UncountedError as error:
+        return {"flops_per_image": None, "flops_uncounted": str(error)}
 
 
 def _load(config: Config, split: str, report: Reporter) -> Source:

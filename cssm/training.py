@@ -19,6 +19,7 @@ import numpy as np
 from cssm.checkpoint import Checkpoints
 from cssm.config import Config, UserError, applicable, write_yaml
 from cssm.data.pipeline import eval_batches, train_batches
+from cssm.dry_run import dry_run
 from cssm.meter import Meter
 from cssm.report import Reporter
 from cssm.resume import resume_record
@@ -36,7 +37,7 @@ NON_FINITE = 5
 
 
 def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: IO[str] | None = None) -> dict[str, Any]:
-    """Train as configured on the devices that are there; returns the run's summary.
+    """Train as configured on the devices that are there; returns the run's summary, or the facts of a dry run.
 
     typed: the settings given by hand (`Parsed.typed`), which win over a resumed run's. json_stream: where --headless
     writes its events. Raises UserError for a mistake or a loss that is not finite (exit code 5), and
@@ -45,9 +46,9 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
     meter = Meter()
     _check_reached_jax(config)
     devices = par.select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
-    if config.compile_cache:
+    if config.compile_cache and not config.dry_run:
         par.enable_compile_cache(Path(str(config.cache_dir)) / "xla")
-    run = open_run(config, typed or {}, job.share)
+    run = open_run(config, typed or {}, job.share, make=not config.dry_run)
     first_process = jax.process_index() == 0
     options = {
         "headless_stream": json_stream,
@@ -56,15 +57,17 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
         "primary": first_process,
     }
     try:
-        with Reporter(run.directory, **options) as report, StopSignals() as stop:
-            setup = set_up(run, devices, report)
+        with Reporter(None if config.dry_run else run.directory, **options) as report, StopSignals() as stop:
+            setup = set_up(run, devices, report, load=not config.dry_run)
+            if config.dry_run:
+                return dry_run(setup, report)
             with Checkpoints(run.checkpoints, run.config.max_checkpoints, first_process) as checkpoints:
                 loop = Loop(setup, report, checkpoints, stop, meter)
                 loop.start()
                 loop.take_steps()
                 return loop.finish()
     except (UserError, par.DeviceError):
-        if first_process:
+        if first_process and not config.dry_run:
             run.discard_if_unused()
         raise
 

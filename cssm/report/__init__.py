@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from cssm.report.costs import cost_lines, memory_lines, parameter_table, totals_line
 from cssm.report.events import EventLog, read_events
 from cssm.report.terminal import Bar, Task, device_lines, in_words, run_lines
 
@@ -77,6 +78,22 @@ class Reporter:
         """
         if self._chatty:
             self.block("DEVICE CONFIGURATION", [*device_lines(info["device_table"]), RULE, *run_lines(info)])
+
+    def rehearsal(self, facts: Mapping[str, Any]) -> None:
+        """What a dry run found: the banner, the table of parameters, FLOPs and memory; when quiet, totals on a line.
+
+        facts: what `banner` reads, and what cssm.dry_run adds.
+        """
+        if not self._chatty:
+            self.line(totals_line(facts))
+            return
+        self.banner(facts)
+        table = parameter_table(facts["modules"])
+        wide = self._console.options.update(width=200)
+        width = None if self._live else max(len(RULE), self._console.measure(table, options=wide).maximum)
+        self._console.print(table, width=width)
+        self.block("COST", [*cost_lines(facts), RULE, *memory_lines(facts)])
+        self.line("dry run: no step was taken, nothing was written")
 
     def block(self, title: str, lines: Sequence[str]) -> None:
         """A block with a title, between rules; on a terminal narrower than those, cut or wrapped to its width."""

@@ -38,6 +38,14 @@ def gibibytes(n_bytes: float) -> str:
     return f"{n_bytes / 2**30:.1f} GiB"
 
 
+def memory_size(n_bytes: float) -> str:
+    """As 61.8 KiB, 12.3 MiB or 1.5 GiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if n_bytes >= 0.95 * unit:
+            return f"{n_bytes / unit:.1f} {name}"
+    return f"{n_bytes / 2**10:.1f} KiB"
+
+
 def si(value: float) -> str:
     """Three digits and a prefix: 12.3 M."""
     for prefix in ("", " k", " M", " G"):
@@ -97,9 +105,20 @@ def run_lines(info: Mapping[str, Any]) -> list[str]:
         f"{plural(devices, 'device')} x {info['grad_accum']} accumulation",
         *([f"using jax.pmap: {LAYOUTS[info['shard']]}, each batch is split"] if devices > 1 else []),
         f"model: {info['arch']}{mixer}, {plural(info['num_params'], 'parameter')}"
-        + (f", {si(flops)}FLOPs per image" if flops else ""),
+        + (f", {si(flops)}FLOPs per image" if flops else "")
+        + (f", FLOPs not counted ({info['flops_uncounted']})" if "flops_uncounted" in info else ""),
+        *_size_lines(info),
         f"data: {info['dataset']}, {sizes}, images {'x'.join(str(n) for n in info['image_shape'])}",
     ]
+
+
+def _size_lines(info: Mapping[str, Any]) -> list[str]:
+    """What --target_params found, where it was given."""
+    target, config = info.get("target_params"), info.get("config", {})
+    if not target:
+        return []
+    off = info["num_params"] / target - 1
+    return [f"size: embed_dim {config['embed_dim']}, depth {config['depth']}, {off:+.1%} of --target_params {target:,}"]
 
 
 class Task:

@@ -24,6 +24,8 @@ class ModelSettings:
         choices=tuple(recipes.PRESETS), applies=BLOCKS)
     embed_dim: int | None = _model(None, "channels, an even number", bounds="[2,)", multiple_of=2)
     depth: int | None = _model(None, "number of blocks", bounds="[1,)")
+    target_params: int | None = _model(None, "find an embed_dim and a depth with so many parameters, to 5%; one of "
+        "the two may be given", bounds="[1,)", unset="sizes by recipe")
     mlp_ratio: float | None = _model(None, "width of a block's MLP over embed_dim", bounds="(0,)",
         applies=BLOCKS)
     num_heads: int | None = _model(None, "attention heads, a divisor of embed_dim", bounds="[1,)",

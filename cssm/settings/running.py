@@ -41,5 +41,7 @@ class RunningSettings:
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=VERBS)
     headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
+    dry_run: bool = _report(False, "show parameters, FLOPs and memory, and stop before anything is made or written",
+        resume="fresh", saved=False)
     debug: bool = _report(False, "show the traceback of errors", resume="fresh", verbs=VERBS)
     # fmt: on
