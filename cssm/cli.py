@@ -72,6 +72,11 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
         if kept and not stream:
             stack.enter_context(redirect_stdout(kept))
         try:
+            if parsed.verb == "compare":
+                from cssm.compare import compare
+
+                compare(parsed.paths, stream)
+                return 0
             if places := [] if worker else _places(config):
                 return _start(argv, parsed, places, stream)
             return _work(parsed, worker, stream)
@@ -175,7 +180,7 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
     if config.resume:
         what = f"resume {config.resume}"
     elif what == "train":
-        model = config.arch if config.arch == "baseline" else f"{config.arch} {config.cssm}"
+        model = " ".join(filter(None, (config.arch, config.cell)))
         what = f"{model} on {config.dataset}"
     what = f"dry run, {what}" if config.dry_run else what
     return f"cssm {__version__}: {what}; {processes}loading JAX ..."

@@ -62,6 +62,11 @@ class Config(RunningSettings, ParallelSettings, OptimisationSettings, DataSettin
                 object.__setattr__(self, name, value)
         rules.check(self, KNOBS)
 
+    @property
+    def cell(self) -> str | None:
+        """The cell's name, or None where attention stands in its place."""
+        return self.cssm if KNOBS["cssm"].unmet(self) is None else None
+
 
 KNOBS: dict[str, Knob] = knobs_of(Config)
 
@@ -107,7 +112,7 @@ def applicable(config: Config) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A command line as read: the verb, the configuration, and what was given by flag or file, flags first.
+    """A command line as read: the verb, the configuration, what was given by flag or file, flags first, and paths.
 
     With --resume the model is the saved run's: `config` then holds the settings of the invocation only. The
     whole follows from resume_config(saved, typed), or from resolve(typed, {}) if there is nothing to resume.
@@ -116,6 +121,7 @@ class Parsed:
     verb: str
     config: Config
     typed: dict[str, Any]
+    paths: tuple[str, ...] = ()
 
 
 def parse_args(argv: Sequence[str]) -> Parsed:
@@ -132,7 +138,7 @@ def parse_args(argv: Sequence[str]) -> Parsed:
         verbs = " or ".join(KNOBS[stray[0]].verbs)
         raise UserError(f"--{stray[0]} does not apply to the verb {command.verb}: it is for {verbs}, leave it out")
     fresh = {name: value for name, value in given.items() if KNOBS[name].resume == "fresh"}
-    return Parsed(command.verb, Config(**(fresh if "resume" in given else given)), given)
+    return Parsed(command.verb, Config(**(fresh if "resume" in given else given)), given, command.paths)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

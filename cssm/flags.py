@@ -24,6 +24,7 @@ class Command:
     verb: str
     typed: dict[str, Any]
     config_path: str | None = None
+    paths: tuple[str, ...] = ()  # what compare is to read
     show: str | None = None  # "help" or "version"
 
 
@@ -34,16 +35,19 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
     if verb not in verbs:
         raise UserError(f"unknown verb {verb}{did_you_mean(verb, verbs) or ': type ' + ' or '.join(verbs)}")
     typed: dict[str, Any] = {}
-    config_path = None
+    config_path, paths = None, []
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
+        if not word.startswith("-") and verb == "compare":
+            paths.append(word)
+            continue
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word}: settings are typed as --name value")
         if flag in _SHOW:
             if equals:
                 raise UserError(f"{flag} takes no value, but {value} was given: type {flag} alone")
-            return Command(verb, typed, config_path, _SHOW[flag])
+            return Command(verb, typed, show=_SHOW[flag])
         if flag in _CONFIG:
             config_path = value if equals else _value(flag, words, knobs)
             if not config_path:
@@ -56,7 +60,7 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
         if fixed is None and not equals:
             value = "true" if knob.type is bool else _value(flag, words, knobs)
         typed |= _settings(knob, value if fixed is None else fixed, flag)
-    return Command(verb, typed, config_path)
+    return Command(verb, typed, config_path, tuple(paths))
 
 
 _SHOW = {"-h": "help", "--help": "help", "--version": "version"}
@@ -178,7 +182,8 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
     lines = [
         f"usage: python main.py [{'|'.join(verbs)}] [flags]      (installed: cssm ...)",
         "",
-        "Train CSSM vision models, on every visible device unless told otherwise. No verb means train.",
+        "Train CSSM vision models, on every visible device unless told otherwise. No verb means train;",
+        "devices shows and tests what there is; compare RUN RUN ... puts runs side by side.",
         "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
         "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",
         "N may be written 300k, 1.5M or 2G: thousands, millions, thousands of millions.",

@@ -24,7 +24,8 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
-VERBS = ("train", "devices")
+VERBS = ("train", "devices", "compare")
+WITH_DEVICES = ("train", "devices")
 
 Applies = Mapping[str, tuple[str, ...]]
 

@@ -41,7 +41,7 @@ def header(path):
 
 def test_there_are_recipes_and_ways_to_launch_and_nothing_else():
     assert {*RECIPES, ROOT / "configs" / "launch"} == set(ROOT.glob("configs/*"))
-    names = "jobset.yaml run_all.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
+    names = "compare_cells.sh jobset.yaml run_all.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
     assert [path.name for path in LAUNCH] == names.split()
     assert {"nano", "large", "gpus2", "gpus4", "gpus8", *SHORT} <= {path.stem for path in RECIPES}
 
@@ -235,6 +235,27 @@ def test_everything_runs_on_whatever_is_there(tmp_path):
     for row in table:
         assert row["efficiency"] == pytest.approx(row["images_per_s"] / table[0]["images_per_s"] / row["devices"])
     assert "speed-up" in result.stdout
+
+
+@pytest.mark.slow
+def test_cells_are_trained_once_each_and_compared(tmp_path):
+    environment = {**os.environ, "PYTHON": sys.executable, "CELLS": "standard no_gate"}
+    tiny = ["--dataset", "digits", "--max_steps", "25", "--embed_dim", "4", "--seq_len", "2"]
+    command = ["bash", "configs/launch/compare_cells.sh", str(tmp_path), *tiny]
+    outputs = []
+    for _ in range(2):
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr
+        outputs.append(result.stdout)
+    rows = [[cell.strip() for cell in line.split("|")] for line in outputs[0].splitlines() if line.startswith("| ")]
+    assert [(row[1], row[4]) for row in rows[1:]] == [("standard", "25"), ("no_gate", "25")]
+    assert all(cell != "-" for row in rows for cell in row), "the program's events tell all that the table holds"
+    assert outputs[0].count("main.py --checkpoint_dir") == 2 and outputs[0].endswith(outputs[1])
+
+
+def test_the_script_of_cells_asks_for_a_folder():
+    script = ROOT / "configs/launch/compare_cells.sh"
+    assert subprocess.run(["bash", script, "--lr", "1"], capture_output=True).returncode == 2
 
 
 def test_what_fails_ends_the_script_with_its_code(launch, stub, tmp_path):

@@ -18,11 +18,12 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
-    "cli": "cssm config memory report training hardware parallel",
+    "cli": "cssm compare config memory report training hardware parallel",
     "training": "cssm config data dry_run resume report checkpoint runs setup meter signals step parallel",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
+    "compare": "config",
     "advice": "",
     "step": "config models parallel",
     "optimizers": "config",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "resume": "config",
     "checkpoint": "cssm config",
     "report": "cssm config",
-    "models": "config cells scan spectral positions",
+    "models": "config cells scan spectral positions stages",
     "cells": "scan spectral positions",
     "scan": "goom spectral",
     "goom": "spectral",
@@ -48,7 +49,8 @@ MAY_IMPORT = {
     "config": "cssm knobs flags recipes rules settings",
     "settings": "knobs recipes",
     "flags": "knobs settings",
-    "rules": "knobs recipes",
+    "rules": "knobs recipes stages",
+    "stages": "",
     "recipes": "",
     "knobs": "",
     "parallel": "",
@@ -67,7 +69,7 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"resume", "config", "settings", "flags", "rules", "recipes", "knobs", "data", "cli", "memory", "advice"}
+NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli", "memory", "advice"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.

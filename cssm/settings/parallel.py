@@ -3,9 +3,9 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import VERBS, knob
+from cssm.knobs import WITH_DEVICES, knob
 
-_parallel = partial(knob, group="parallel", resume="fresh", verbs=VERBS)
+_parallel = partial(knob, group="parallel", resume="fresh", verbs=WITH_DEVICES)
 # Where this process stands in a job: never part of what describes a run.
 _process = partial(_parallel, saved=False)
 

@@ -3,7 +3,7 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import VERBS, knob
+from cssm.knobs import VERBS, WITH_DEVICES, knob
 from cssm.settings.family import BLOCKS, RECURRENT, spectral
 
 _precision = partial(knob, group="precision and memory")
@@ -21,13 +21,14 @@ class RunningSettings:
         applies=BLOCKS)
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
         applies=spectral("s4nd"))
-    scan: str = _precision("auto", "how time is scanned", choices=("auto", "reference", "associative"),
-        applies=RECURRENT)
+    scan: str = _precision("auto", "how time is scanned: step by step (auto is reference; chunked takes less memory for "
+        "many steps), by prefix products, or step by step in log space",
+        choices=("auto", "reference", "chunked", "associative", "goom"), applies=RECURRENT)
     compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
-        resume="fresh", verbs=VERBS, unset="left to JAX")
+        resume="fresh", verbs=WITH_DEVICES, unset="left to JAX")
     xla_flags: str | None = _precision(None, "flags for XLA, added to those in XLA_FLAGS", resume="fresh",
-        verbs=VERBS, unset="none")
+        verbs=WITH_DEVICES, unset="none")
     checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
         resume="fresh")
     run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="TIME_ARCH_CSSM")
@@ -38,7 +39,7 @@ class RunningSettings:
         resume="fresh", unset="start a new run")
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
-    quiet: bool = _report(False, "print results only", resume="fresh", verbs=VERBS)
+    quiet: bool = _report(False, "print results only", resume="fresh", verbs=WITH_DEVICES)
     headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
     dry_run: bool = _report(False, "show parameters, FLOPs and memory, and stop before anything is made or written",
