@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # Optimizers that do not treat every element by itself, but norms of arrays, or matrices.
 WHOLE = ("lamb", "muon")
 
+# Cells whose transition lengthens no state, gdn as long as its kernels are bounded (docs/math.md).
+CONTRACTIONS = ("gated", "gdn", "no_gate", "no_fft", "conv_ssm", "standard")
+
 # Choices that depend on the architecture; an architecture that is not named has them all.
 _BY_ARCH = {
     "stem_mode": {"simple": ("conv", "pathtracker"), "vit": ("conv", "patch"), "baseline": ("conv", "patch")},
@@ -156,6 +159,16 @@ def _stride(config: "Config") -> tuple[int, str]:
 
 def warnings_for(config: "Config") -> list[str]:
     """What is allowed but may not be meant, one sentence each."""
+    return [*_cropped_kernels(config), *_bounded_already(config)]
+
+
+def _bounded_already(config: "Config") -> list[str]:
+    if not config.stable_transition or config.cssm not in CONTRACTIONS or not config.spectral_clip:
+        return []
+    return [f"{config.cssm} is a contraction already, --stable_transition changes nothing"]
+
+
+def _cropped_kernels(config: "Config") -> list[str]:
     side = -(-(config.image_size or 0) // _stride(config)[0])
     if config.kernel_size is None or config.kernel_size <= side:  # a baseline has no kernels
         return []

@@ -30,6 +30,7 @@ class CellOptions:
     gate_time_code: bool = True
     pre_output_act: str = "none"
     scan: Method = "auto"
+    stable_transition: bool = False
     backend: Backend = "auto"
     dtype: jnp.dtype | None = None
 
@@ -91,7 +92,9 @@ class FrequencyGates(nn.Module):
             both = both.reshape(*lead, n, height + columns)
             rows, cols = both[..., :height], both[..., height:]
             raw = self.combine(rows[..., :, None], cols[..., None, :]).reshape(*lead, n, height * columns)
-        return {name: raw[..., i, :, None] for i, name in enumerate(self.names)}
+        # A split's gradient is one concatenation; that of n slices is a sum of n arrays of the whole size.
+        parts = jnp.split(raw, n, axis=-2)
+        return {name: part[..., 0, :, None] for name, part in zip(self.names, parts, strict=True)}
 
 
 class SpectralDense(nn.Module):

@@ -71,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         gates["k"] = jax.tree.map(lambda p: core.repeat_over_time(p, steps), _split(k_hat, d))
 
         def read_row(v_row: Spectrum) -> Spectrum:
-            states = linear_scan(_step(kernel), d, gates, (v_row,), o.scan, last_only)
+            states = linear_scan(_step(kernel, o.stable_transition), d, gates, (v_row,), o.scan, last_only)
             return add(*(multiply(s, q_j) for s, q_j in zip(states, _split(q_hat, d), strict=True)))
 
         # The rows of a head's matrix move alike: under vmap whatever has no v in it is computed once for all rows.
@@ -163,11 +163,16 @@ def _unit(z: Spectrum, axis: int) -> Spectrum:
     return scale(jax.lax.rsqrt(power.sum(axis, keepdims=True) + EPSILON).astype(z.re.dtype), z)
 
 
-def _step(kernel: Spectrum):
-    """One row s of every head's matrix, d states [B, F, C / d]: s <- alpha W (s - beta k (k^H s)) + beta v conj(k)."""
+def _step(kernel: Spectrum, stable: bool):
+    """One row s of every head's matrix, d states [B, F, C / d]: s <- alpha W (s - beta k (k^H s)) + beta v conj(k).
+
+    stable: |alpha W| above 1 counts as 1. Erasing along k lengthens no s, so no step does then.
+    """
 
     def step(s, g, u):
         decay = scale(g["alpha"], kernel)
+        if stable:
+            decay = scale(1.0 / jnp.maximum(spectral.magnitude(decay), 1.0), decay)
         keys = [scale(g["beta"], k) for k in g["k"]]
         stored = add(*(multiply(_conjugate(k), s_j) for k, s_j in zip(g["k"], s, strict=True)))
         return tuple(

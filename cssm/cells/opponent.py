@@ -55,7 +55,7 @@ class Opponent(nn.Module):
         k_exc = core.SpectralKernel(o, nn.initializers.normal(0.02), name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, nn.initializers.normal(0.02), name="k_inh")(*x.shape[2:4])
         u_hat = core.flatten(spectral.rfft2(x, o.backend))
-        states = linear_scan(_step(k_exc, k_inh), 2, gates, (u_hat,), o.scan, last_only)
+        states = linear_scan(_step(k_exc, k_inh), 2, gates, (u_hat,), o.scan, last_only, o.stable_transition)
         read = tuple(states["xy".index(name)] for name in self.readout_state)
         return core.read_out(read, gates["C"], x, o)
 
@@ -75,7 +75,8 @@ class Opponent(nn.Module):
             raw = row[..., :, None, None] + column[..., None, :, None] + channel[..., None, None, :]
         raw = raw.reshape(*raw.shape[:2], n, height * columns, channels)
         couple = ACTIVATIONS[self.gate_activation]
-        return {name: (couple if name in COUPLINGS else nn.sigmoid)(raw[:, :, i]) for i, name in enumerate(GATES)}
+        parts = zip(GATES, jnp.split(raw, n, axis=2), strict=True)  # split: see core.FrequencyGates
+        return {name: (couple if name in COUPLINGS else nn.sigmoid)(part[:, :, 0]) for name, part in parts}
 
 
 def _step(k_exc: Spectrum, k_inh: Spectrum):

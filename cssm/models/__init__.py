@@ -113,6 +113,7 @@ def _cell(config: Config, dtype) -> Callable[..., nn.Module]:
         gate_time_code=config.gate_time_code,
         pre_output_act=config.pre_output_act,
         scan=cast(Method, config.scan),
+        stable_transition=config.stable_transition,
         backend=cast(Backend, config.spectral_backend),
         dtype=dtype,
     )

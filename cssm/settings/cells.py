@@ -5,7 +5,7 @@ from functools import partial
 
 from cssm import recipes
 from cssm.knobs import knob
-from cssm.settings.family import GATES, cells, spectral
+from cssm.settings.family import GATES, RECURRENT, cells, spectral
 
 _model = partial(knob, group="model", resume="fixed")
 
@@ -23,6 +23,8 @@ class CellSettings:
         choices=("origin", "image_center"), applies=spectral(kernel_domain=("spatial",)))
     spectral_clip: bool = _model(True, "bound the magnitude of kernels; mult_transformer was published without",
         applies=cells("transformer", "mult_transformer", "gdn"))
+    stable_transition: bool = _model(False, "keep states bounded for any number of steps: rows of the transition whose "
+        "magnitudes sum up to more than 1 are divided by that", applies=RECURRENT)
     gate_type: str | None = _model(None, "gates: a value a frequency, or rows and columns (few parameters); gdn: also "
         "one a head, or one", choices=("dense", "factored", "channel", "scalar"), applies=GATES)
     gate_time_code: bool = _model(True, "gates know the time step", applies=cells("hgru_bi", "hgru", "opponent", "gdn",

@@ -22,8 +22,16 @@ REFUSED: dict[str, str] = {
     "mode": "it names two different things elsewhere; devices are chosen with --multi_gpu auto, dp or off",
     "force_multi_gpu": "nothing falls back to one device silently here, leave it out",
     "checkpointer": "there is one checkpoint format, leave it out",
-    "no_goom": "choose how time is scanned with --scan auto, reference or associative",
-    "no_log": "choose how time is scanned with --scan auto, reference or associative",
+    **dict.fromkeys(
+        ("no_goom", "no_log"), "time is scanned without logarithms unless --scan goom is typed, leave it out"
+    ),
+    **dict.fromkeys(
+        ("use_ssd", "scan_mode"), "choose how time is scanned with --scan reference, chunked, associative or goom"
+    ),
+    "ssd_chunk_size": "--scan chunked takes chunks of sqrt(seq_len) steps",
+    **dict.fromkeys(
+        ("mixing", "block_size"), "kernels act on each channel, and projections mix channels: leave it out"
+    ),
     "use_complex32": "for lower precision type --dtype bf16",
     "use_complex16": "for lower precision type --dtype bf16",
     "no_wandb": "nothing is sent to Weights & Biases, leave it out",
