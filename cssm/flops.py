@@ -18,28 +18,27 @@ from cssm.jaxprs import inner, trace
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc "
-    "exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter pow "
-    "rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh".split()
+    "exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg "
+    "nextafter one_minus_square pow rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh".split()
 )
 REDUCTIONS = frozenset(
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod reduce_sum".split()
 )
+WINDOWS = frozenset("reduce_window_max reduce_window_min reduce_window_sum".split())
+SCATTERS = frozenset("scatter-add scatter-max scatter-min scatter-mul scatter-sub".split())
 # Operations on real numbers that one on complex numbers takes, where they are not two.
 COMPLEX = {"mul": 6, "div": 11, "abs": 4, "integer_pow": 6}
 # They move numbers, make them from nothing, look at their bits, or send them to other devices.
 FREE = frozenset(
     "all_gather all_to_all and axis_index bitcast_convert_type broadcast_in_dim complex concatenate conj "
-    "convert_element_type copy copy_p dynamic_slice dynamic_update_slice expand_dims gather imag iota not "
+    "convert_element_type copy device_put dynamic_slice dynamic_update_slice gather imag iota name not "
     "optimization_barrier or pad pbroadcast pmax pmin population_count ppermute psum psum_invariant pvary random_bits "
-    "random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce_and reduce_or "
-    "reduce_precision reduce_scatter reshape rev scatter shift_left shift_right_arithmetic shift_right_logical slice "
-    "sort split squeeze stack stop_gradient transpose unstack xor".split()
+    "random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce_and "
+    "reduce_or reduce_precision reduce_scatter reshape rev scatter shift_left shift_right_arithmetic "
+    "shift_right_logical slice sort split squeeze stack stop_gradient transpose unstack xor".split()
 )
 # They count as what is within them.
-CALLS = frozenset(
-    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2 "
-    "shard_map xla_pmap".split()
-)
+CALLS = frozenset("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2 shard_map".split())
 
 
 class UncountedError(Exception):
@@ -70,12 +69,13 @@ def _of_equation(equation: Any) -> float:
         return sum(map(_count, inner(equation)))
     if name in FREE:
         return 0.0
-    operands, out = [atom.aval for atom in equation.invars], equation.outvars[0].aval
+    operands = [atom.aval for atom in equation.invars]
+    out = equation.outvars[0].aval if equation.outvars else None
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
         return _multiply_adds(out, _size(out) * math.prod(operands[0].shape[d] for d in contracting))
     if name == "conv_general_dilated":
-        return _multiply_adds(out, _taps(params, *operands[:2], out))
+        return _multiply_adds(out, _taps(params, operands[0], operands[1], out))
     if name == "fft":
         kind, points = params["fft_type"].name, math.prod(params["fft_lengths"])
         transformed = out if kind == "IRFFT" else operands[0]
@@ -84,7 +84,9 @@ def _of_equation(equation: Any) -> float:
         return _size(out) * _cost(name, operands)
     if name in REDUCTIONS:
         return _size(operands[0]) * _cost(name, operands)
-    if name in ("scatter-add", "scatter_add"):
+    if name in WINDOWS:
+        return _size(out) * math.prod(params["window_dimensions"]) * _cost(name, operands)
+    if name in SCATTERS:
         return _size(operands[2]) * _cost(name, operands)
     why = "a loop that runs nobody knows how often" if name == "while" else "an operation that is not known here"
     raise UncountedError(f"{name} is {why}")

@@ -12,12 +12,12 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from cssm.flops import ELEMENTWISE
+from cssm.flops import ELEMENTWISE, SCATTERS
 from cssm.jaxprs import inner
 
 # Their result is a view of their operand, or made where it is read.
-VIEWS = frozenset("broadcast_in_dim copy expand_dims iota pbroadcast pvary reshape squeeze stop_gradient".split())
-IN_PLACE = ELEMENTWISE | {"dynamic_update_slice", "scatter-add", "scatter_add"}
+VIEWS = frozenset("broadcast_in_dim copy iota pbroadcast pvary reshape squeeze stop_gradient".split())
+IN_PLACE = ELEMENTWISE | SCATTERS | {"dynamic_update_slice"}
 
 
 @dataclass

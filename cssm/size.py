@@ -116,7 +116,7 @@ class _Search:
         It starts where the nearest size counted so far leads, if parameters were proportional to the volume.
         """
         volumes = [_volume(size) for size in sizes]
-        near = min(self.counts or [sizes[np.searchsorted(volumes[:-1], _volume(START))]], key=self.distance)
+        near = min(self.counts or [sizes[int(np.searchsorted(volumes[:-1], _volume(START)))]], key=self.distance)
         start = int(np.searchsorted(volumes[:-1], _volume(near) * self.target / self.count(near)))
         low, high, step = start - 1, start, 1
         while low >= 0 and self.count(sizes[low]) >= self.target:

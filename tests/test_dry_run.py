@@ -100,7 +100,7 @@ def test_the_size_that_is_looked_for_is_told(places, capsys):
     assert event["config"]["embed_dim"] > 4 and event["config"]["depth"] >= 1
     config = resolve({**TINY, **places, "embed_dim": None, "target_params": "2k"}, {})
     train(config)
-    size = f"size: embed_dim {event['config']['embed_dim']}, depth {event['config']['depth']}, "
+    size = f"size: embed_dim {event['config']['embed_dim']} and depth {event['config']['depth']}, found for "
     assert size in capsys.readouterr().out
 
 

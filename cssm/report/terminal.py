@@ -118,7 +118,8 @@ def _size_lines(info: Mapping[str, Any]) -> list[str]:
     if not target:
         return []
     off = info["num_params"] / target - 1
-    return [f"size: embed_dim {config['embed_dim']}, depth {config['depth']}, {off:+.1%} of --target_params {target:,}"]
+    found = f"embed_dim {config['embed_dim']} and depth {config['depth']}"
+    return [f"size: {found}, found for --target_params {target:,} ({off:+.1%})"]
 
 
 class Task:
