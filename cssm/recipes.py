@@ -18,7 +18,7 @@ Row = dict[str, Any]
 STATES = {"hgru_bi": "xyz", "hgru": "xy", "opponent": "xy", "transformer": "qka"}
 
 # Factored gates and a code of position learn Pathfinder too, but later, and not from every seed.
-_SIMPLE: Row = {"depth": 1, "seq_len": 8, "pos_embed": "none", "num_heads": 4}
+_SIMPLE: Row = {"depth": 1, "seq_len": 8, "pos_embed": "none", "norm_type": "layer", "num_heads": 4}
 _SIMPLE_DIGITS = _SIMPLE | {
     "embed_dim": 32,
     "kernel_size": 7,
@@ -36,7 +36,7 @@ _SIMPLE_PATHFINDER = _SIMPLE | {
     "max_steps": 2000,
 }
 
-_TRUNK: Row = {"pos_embed": "learnable", "gate_type": "factored", "kernel_size": 11}
+_TRUNK: Row = {"pos_embed": "learnable", "norm_type": "layer", "gate_type": "factored", "kernel_size": 11}
 _NANO = _TRUNK | {
     "embed_dim": 32,
     "depth": 2,
@@ -59,16 +59,51 @@ _LARGE = _TRUNK | {
     "epochs": 100,
 }
 
+# The convolutions of these trunks tell positions.
+_CONVNEXT_NANO = _NANO | {"pos_embed": "none", "dims": "32,64", "depths": "1,1"}
+_CONVNEXT_TINY = _LARGE | {"pos_embed": "none", "kernel_size": 7, "num_heads": 3}
+_SHVIT: Row = {"pos_embed": "none", "norm_type": "batch", "kernel_size": 3}
+_SHVIT_NANO = _NANO | _SHVIT | {"dims": "16,32,64", "depths": "1,1,1"}
+
+
+_SHVIT_LARGE = _LARGE | _SHVIT | {"kernel_size": 5, "num_heads": 4}
+
+
+def _staged(row: Row, dims: str, depths: str) -> dict[str, Row]:
+    """A published size, by --dataset; four stages need more than the digits' 16 pixels."""
+    row = row | {"dims": dims, "depths": depths}
+    return {"digits": row | {"image_size": 32}, "pathfinder": row}
+
+
 # --arch simple, by --dataset
 SIMPLE: dict[str, Row] = {"digits": _SIMPLE_DIGITS, "pathfinder": _SIMPLE_PATHFINDER}
 
-# --arch vit and baseline, by --preset, then by --dataset
-PRESETS: dict[str, dict[str, Row]] = {
+# The sizes of vit and baseline, by --preset, then by --dataset
+_VIT: dict[str, dict[str, Row]] = {
     "nano": {"digits": _NANO | {"kernel_size": 7, "epochs": 12}, "pathfinder": _NANO | {"epochs": 20}},
     "tiny": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 192, "num_heads": 3}),
     "small": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 384, "num_heads": 6}),
     "base": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 768, "num_heads": 12}),
 }
+
+# By --arch, then --preset, then --dataset
+PRESETS: dict[str, dict[str, dict[str, Row]]] = {
+    "simple": {"nano": SIMPLE},
+    "vit": _VIT,
+    "baseline": _VIT,
+    "convnext": {
+        "nano": {"digits": _CONVNEXT_NANO | {"epochs": 12}, "pathfinder": _CONVNEXT_NANO | {"epochs": 20}},
+        "tiny": _staged(_CONVNEXT_TINY, "96,192,384,768", "1,1,1,1"),
+    },
+    "shvit": {
+        "nano": {"digits": _SHVIT_NANO | {"epochs": 12}, "pathfinder": _SHVIT_NANO | {"epochs": 20}},
+        "s1": _staged(_SHVIT_LARGE, "64,128,256,384", "1,2,2,1"),
+        "s2": _staged(_SHVIT_LARGE, "96,192,320,448", "1,2,3,1"),
+        "s3": _staged(_SHVIT_LARGE, "112,224,352,480", "1,2,4,1"),
+        "s4": _staged(_SHVIT_LARGE, "128,256,384,512", "1,2,4,1"),
+    },
+}
+SIZES = tuple(dict.fromkeys(preset for sizes in PRESETS.values() for preset in sizes))
 
 # By --optimizer. lr_factor times the lr of the rows above, which are for adamw; chosen on the validation split of the
 # digits, simple and vit nano, among factors of about 3 apart.
@@ -87,12 +122,13 @@ PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20
 
 def recipe(config: "Config") -> Row:
     """Values for what a configuration leaves open; a length, a total batch or a size that is given stands alone."""
-    row = SIMPLE if config.arch == "simple" else PRESETS[config.preset]
-    sizes = {"digits": DIGITS_SIZE, "pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
+    sizes = PRESETS[config.arch]
+    row = sizes.get(config.preset, sizes["nano"])  # one of another trunk is refused by the rules
+    sides = {"digits": DIGITS_SIZE, "pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
     values = {
+        "image_size": sides[config.dataset],
         **row[config.dataset],
         **OPTIMIZERS[config.optimizer],
-        "image_size": sizes[config.dataset],
         "num_workers": min(8, os.cpu_count() or 1),
         "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
     }

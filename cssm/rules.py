@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cssm.knobs import Knob, UserError, multiple
-from cssm.recipes import OPTIMIZERS, STATES
+from cssm.recipes import OPTIMIZERS, PRESETS, STATES
+from cssm.stages import STAGED, numbers, stages, stride
 
 if TYPE_CHECKING:
     from cssm.config import Config
@@ -23,7 +24,13 @@ CONTRACTIONS = ("gated", "gdn", "no_gate", "no_fft", "conv_ssm", "standard")
 _BY_ARCH = {
     "stem_mode": {"simple": ("conv", "pathtracker"), "vit": ("conv", "patch"), "baseline": ("conv", "patch")},
     "pos_embed": {"baseline": ("none", "learnable")},
+    "preset": {arch: tuple(presets) for arch, presets in PRESETS.items()},
+    "stem_stride": {"shvit": (1, 2, 4)},
 }
+# Positions that end in more steps than one, which only pass from block to block elsewhere.
+_UNROLLED = ("sinusoidal", "separate")
+# What takes the place of a setting in trunks of the other kind.
+_INSTEAD = {"embed_dim": "dims", "depth": "depths", "dims": "embed_dim", "depths": "depth"}
 
 
 def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
@@ -34,26 +41,56 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
             cause, values = unmet
             given = f"--{'no_' if value is False else ''}{name}" if knob.type is bool else f"--{name} {value}"
             needed = f"it needs --{cause} {' or '.join(values)}"
+            needed += f", others have --{_INSTEAD[name]}" if name in _INSTEAD else ""
             raise UserError(f"{given} does not apply with --{cause} {getattr(config, cause)}: {needed}")
     for name, choices in _BY_ARCH.items():
         value, allowed = getattr(config, name), choices.get(config.arch)
         if allowed and value not in allowed:
-            raise UserError(f"--{name} {value} is not for --arch {config.arch}: type {' or '.join(allowed)}")
+            raise UserError(f"--{name} {value} is not for --arch {config.arch}: type {' or '.join(map(str, allowed))}")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup_steps and --warmup_epochs both set the warm-up: give one of the two")
     if config.gpus and not all(index.strip().isdecimal() for index in config.gpus.split(",")):
         raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
     if config.xla_flags and not all(flag.startswith("--") for flag in config.xla_flags.split()):
         raise UserError(f"--xla_flags {config.xla_flags}: each of them must begin with two dashes")
+    _check_stages(config)
     _check_cell(config)
     _check_parallel(config)
     _check_trunk(config)
     _check_image(config)
 
 
+def _check_stages(config: "Config") -> None:
+    """--dims and --depths, and positions in shvit."""
+    if config.arch not in STAGED:
+        return
+    dims, depths = config.dims or "", config.depths or ""
+    widths, counts = numbers(dims), numbers(depths)
+    for name, text, found in (("dims", dims, widths), ("depths", depths, counts)):
+        if not found or 0 in found:
+            raise UserError(
+                f"--{name} {text}: must be whole numbers of at least 1, separated by commas, for example 64,128,256"
+            )
+    assert widths and counts
+    if odd := [width for width in widths if width % 2]:
+        raise UserError(f"--dims {dims}: each must be even, instead of {odd[0]} type {odd[0] - 1 or 2} or {odd[0] + 1}")
+    if len(widths) != len(counts):
+        raise UserError(
+            f"--dims {dims} and --depths {depths} speak of {len(widths)} and {len(counts)} stages: "
+            f"type as many numbers in both"
+        )
+    if config.arch == "shvit" and config.pos_embed in _UNROLLED:
+        raise UserError(
+            f"--pos_embed {config.pos_embed} differs between steps, and from block to block of shvit a still image is "
+            f"one: type learnable, or mrope, which cells apply by themselves"
+        )
+    if config.cell is None and config.pos_embed not in ("none", "learnable"):
+        raise UserError(f"--pos_embed {config.pos_embed} is not for --late_mixer attention: type none or learnable")
+
+
 def _check_trunk(config: "Config") -> None:
     if config.num_heads is not None:
-        _check_divides("num_heads", config.num_heads, config.embed_dim or 0)
+        _check_divides(config, "num_heads", config.num_heads)
     depth = config.depth or math.inf
     if config.inter_mlp_ratio and depth == 1:
         raise UserError(
@@ -69,22 +106,22 @@ def _check_trunk(config: "Config") -> None:
 def _check_cell(config: "Config") -> None:
     if config.gate_type in ("channel", "scalar") and config.cssm != "gdn":
         raise UserError(f"--gate_type {config.gate_type} is for --cssm gdn: type dense or factored")
-    states = STATES.get(config.cssm, "") if config.arch != "baseline" else ""
-    read = config.readout_state
+    cell, read = config.cell, config.readout_state
+    states = STATES.get(cell or "", "")
     if read is not None and (not set(read) <= set(states) or list(read) != sorted(set(read), key=states.index)):
-        raise UserError(f"--readout_state {read}: {config.cssm} has {', '.join(states)}, type some in this order")
+        raise UserError(f"--readout_state {read}: {cell} has {', '.join(states)}, type some in this order")
     if not config.k_state and (config.asymmetric_qk or not config.feedback or "k" in (read or "")):
         other = "--asymmetric_qk" if config.asymmetric_qk else "--no_feedback" if not config.feedback else ""
         other = other or f"--readout_state {read}"
         raise UserError(f"--no_k_state leaves nothing for {other} to act on: leave one of the two out")
     if read and "a" not in read and not config.feedback:
         raise UserError(f"--no_feedback keeps A from --readout_state {read}: read a as well, or leave one of them out")
-    if config.arch != "baseline" and config.cssm == "spatial_attn" and config.pos_embed == "temporal":
+    if cell == "spatial_attn" and config.pos_embed == "temporal":
         raise UserError(
             "--pos_embed temporal turns all pixels of a frame alike, which spatial_attn does not see: type mrope"
         )
-    if config.arch != "baseline" and config.cssm == "gdn":
-        _check_divides("delta_key_dim", config.delta_key_dim, config.embed_dim or 0)
+    if cell == "gdn":
+        _check_divides(config, "delta_key_dim", config.delta_key_dim)
         if config.qkv_conv_full and config.qkv_conv_size == 1:
             raise UserError("--qkv_conv_full needs a convolution, and --qkv_conv_size is 1: type 3 or 5")
 
@@ -121,40 +158,38 @@ def _check_parallel(config: "Config") -> None:
             raise UserError(f"--sync_backend cpu {what}, --{name} does not: leave one of the two out")
 
 
-def _check_divides(name: str, number: int, width: int) -> None:
-    if width % number:
-        divisors = [n for n in range(1, width + 1) if width % n == 0]
+def _check_divides(config: "Config", name: str, number: int) -> None:
+    """Of all stages with a cell or attention."""
+    widths = [stage.width for stage in stages(config) if stage.mixes]
+    common = math.gcd(*widths)
+    if common % number:
+        divisors = [n for n in range(1, common + 1) if common % n == 0]
         near = [max(n for n in divisors if n < number), *(n for n in divisors if n > number)][:2]
-        raise UserError(f"--{name} {number} does not divide embed_dim {width}: type {' or '.join(map(str, near))}")
+        what = f"embed_dim {common}" if config.arch not in STAGED else f"each of {', '.join(map(str, widths))} (--dims)"
+        raise UserError(f"--{name} {number} does not divide {what}: type {' or '.join(map(str, near))}")
 
 
 def _check_image(config: "Config") -> None:
-    size, (stride, cause) = config.image_size or 0, _stride(config)
-    if size < stride:
+    size, (step, cause) = config.image_size or 0, stride(config)
+    if size < step:
         raise UserError(
-            f"--image_size {size} is smaller than the stride of the stem, {stride} (--{cause}): "
-            f"type --image_size {stride} or more, or a smaller --{cause}"
+            f"--image_size {size} is smaller than the stride of the stem, {step} (--{cause}): "
+            f"type --image_size {step} or more, or a smaller --{cause}"
         )
-    if config.norm_type == "instance" and -(-size // stride) == 1:
+    sides = [stage.side for stage in stages(config)]
+    if len(sides) > 1 and sides[-2] == 1:
+        least = step * 2 ** (len(sides) - 2) + 1
         raise UserError(
-            f"--norm_type instance leaves nothing of a map of 1x1 (--image_size {size}, stride {stride} by --{cause}): "
+            f"--image_size {size} leaves a map of 1x1 before the last of {len(sides)} stages (stride {step} by "
+            f"--{cause}): type --image_size {least} or more, a smaller --{cause}, or fewer --dims and --depths"
+        )
+    if config.norm_type == "instance" and sides[-1] == 1:
+        raise UserError(
+            f"--norm_type instance leaves nothing of a map of 1x1 (--image_size {size}, stride {step} by --{cause}): "
             f"type --norm_type layer, or a smaller --{cause}"
         )
-    if config.stem_mode == "patch" and size % stride:
-        raise UserError(
-            f"--image_size {size} does not split into patches of {stride}: it must be {multiple(stride, size)}"
-        )
-
-
-def _stride(config: "Config") -> tuple[int, str]:
-    """Pixels of the image per cell of the map, along a side, and the setting that decides it."""
-    if config.stem_mode == "pathtracker":
-        return 1, "stem_mode"
-    if config.stem_mode == "patch":
-        return config.patch_size, "patch_size"
-    if config.arch == "simple":
-        return 2**config.stem_layers, "stem_layers"
-    return config.stem_stride or 1, "stem_stride"
+    if config.stem_mode == "patch" and size % step:
+        raise UserError(f"--image_size {size} does not split into patches of {step}: it must be {multiple(step, size)}")
 
 
 def warnings_for(config: "Config") -> list[str]:
@@ -169,7 +204,9 @@ def _bounded_already(config: "Config") -> list[str]:
 
 
 def _cropped_kernels(config: "Config") -> list[str]:
-    side = -(-(config.image_size or 0) // _stride(config)[0])
-    if config.kernel_size is None or config.kernel_size <= side:  # a baseline has no kernels
+    k = config.kernel_size or 0  # attention has no kernels
+    small = dict.fromkeys(f"{stage.side}x{stage.side}" for stage in stages(config) if stage.mixes and stage.side < k)
+    if not small:
         return []
-    return [f"--kernel_size {config.kernel_size} is larger than the {side}x{side} map, kernels are cropped to it"]
+    maps = f"the {' and '.join(small)} map{'s' if len(small) > 1 else ''}"
+    return [f"--kernel_size {k} is larger than {maps}, kernels are cropped to {'them' if len(small) > 1 else 'it'}"]

@@ -111,8 +111,7 @@ def _new_directory(config: Config, root: Path, make: bool) -> Path:
 
 def _name(config: Config) -> str:
     """After the time and the model."""
-    kind = config.arch if config.arch == "baseline" else f"{config.arch}_{config.cssm}"
-    return f"{time.strftime('%Y%m%d-%H%M%S')}_{kind}"
+    return "_".join(filter(None, (time.strftime("%Y%m%d-%H%M%S"), config.arch, config.cell)))
 
 
 def _unused_directory(config: Config, root: Path) -> Path:

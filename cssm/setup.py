@@ -110,7 +110,7 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
     image_shape = setup.outline.image_shape
     return {
         "arch": config.arch,
-        "cssm": None if config.arch == "baseline" else config.cssm,
+        "cssm": config.cell,
         "dataset": config.dataset,
         "device_table": par.describe(setup.devices),
         "platform": setup.devices[0].platform,

@@ -72,7 +72,7 @@ def test_the_version_is_that_of_the_project():
         (["--embed_dim", "33"], "type 32 or 34"),
         (["--lr", "-1"], "--lr -1: must be above 0"),
         (["--lr"], "needs a value"),
-        (["--arch", "resnet"], "must be one of simple, vit, baseline"),
+        (["--arch", "resnet"], "must be one of simple, vit, baseline, convnext, shvit"),
         (["--gpus", "0,x"], "for example 0,1"),
         (["--image_size", "1"], "smaller than the stride of the stem"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),

@@ -69,7 +69,8 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli", "memory", "advice"}
+NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
+NO_JAX |= {"memory", "advice"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.

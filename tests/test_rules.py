@@ -38,6 +38,8 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
     if cause == "stem_mode":  # patch and pathtracker each belong to an architecture
         unmet = "pathtracker" if met.get("arch") == "simple" else unmet
         met["arch"] = met.get("arch", "vit")
+    if cause == "late_mixer":
+        met["arch"] = "shvit"
     sentence = refusal(**met, **{cause: unmet, name: other})
     assert sentence.startswith(f"--{'no_' if other is False else ''}{name}")
     assert f"does not apply with --{cause} {unmet}: it needs --{cause} {' or '.join(way[cause])}" in sentence
@@ -75,6 +77,73 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
         ),
         ({"arch": "baseline", "num_heads": 5}, "--num_heads 5 does not divide embed_dim 32: type 4 or 8"),
         ({"arch": "baseline", "num_heads": 99}, "--num_heads 99 does not divide embed_dim 32: type 32"),
+        (
+            {"arch": "convnext", "embed_dim": 64},
+            "--embed_dim 64 does not apply with --arch convnext: it needs --arch simple or vit or baseline, others "
+            "have --dims",
+        ),
+        (
+            {"arch": "shvit", "depth": 3},
+            "--depth 3 does not apply with --arch shvit: it needs --arch simple or vit or baseline, others have "
+            "--depths",
+        ),
+        (
+            {"arch": "vit", "dims": "8,16"},
+            "--dims 8,16 does not apply with --arch vit: it needs --arch convnext or shvit, others have --embed_dim",
+        ),
+        ({"arch": "convnext", "preset": "small"}, "--preset small is not for --arch convnext: type nano or tiny"),
+        ({"arch": "shvit", "preset": "tiny"}, "--preset tiny is not for --arch shvit: type nano or s1 or s2 or s3"),
+        ({"arch": "vit", "preset": "s1"}, "--preset s1 is not for --arch vit: type nano or tiny or small or base"),
+        ({"arch": "shvit", "stem_stride": 3}, "--stem_stride 3 is not for --arch shvit: type 1 or 2 or 4"),
+        ({"arch": "convnext", "dims": "8,x"}, "--dims 8,x: must be whole numbers of at least 1, separated by commas"),
+        ({"arch": "convnext", "depths": "1,0"}, "--depths 1,0: must be whole numbers of at least 1"),
+        ({"arch": "convnext", "dims": "8,13"}, "--dims 8,13: each must be even, instead of 13 type 12 or 14"),
+        (
+            {"arch": "shvit", "dims": "8,16", "depths": "1,1,1"},
+            "--dims 8,16 and --depths 1,1,1 speak of 2 and 3 stages: type as many numbers in both",
+        ),
+        (
+            {"arch": "shvit", "cssm": "gdn", "delta_key_dim": 6, "dims": "6,12,16", "depths": "1,1,1"},
+            "--delta_key_dim 6 does not divide each of 12, 16 (--dims): type 4",
+        ),
+        (
+            {"arch": "convnext", "cssm": "spatial_attn", "num_heads": 3, "dims": "8,12", "depths": "1,1"},
+            "--num_heads 3 does not divide each of 8, 12 (--dims): type 2 or 4",
+        ),
+        (
+            {"arch": "shvit", "late_mixer": "attention", "cssm": "gated"},
+            "--cssm gated does not apply with --late_mixer",
+        ),
+        (
+            {"arch": "baseline", "cssm": "gated"},
+            "--cssm gated does not apply with --arch baseline: it needs --arch simple",
+        ),
+        ({"arch": "shvit", "late_mixer": "attention", "seq_len": 3}, "--seq_len 3 does not apply with --late_mixer"),
+        ({"arch": "shvit", "n_register_tokens": 3}, "--n_register_tokens 3 does not apply with --arch shvit"),
+        (
+            {"arch": "shvit", "pos_embed": "separate"},
+            "--pos_embed separate differs between steps, and from block to block of shvit a still image is one: type "
+            "learnable, or mrope",
+        ),
+        (
+            {"arch": "shvit", "late_mixer": "attention", "pos_embed": "mrope"},
+            "--pos_embed mrope is not for --late_mixer attention: type none or learnable",
+        ),
+        (
+            {"arch": "shvit", "dims": "8,16,32,64", "depths": "1,1,1,1", "image_size": 8},
+            "--image_size 8 leaves a map of 1x1 before the last of 4 stages (stride 2 by --stem_stride): type "
+            "--image_size 9 or more, a smaller --stem_stride, or fewer --dims and --depths",
+        ),
+        (
+            {"arch": "convnext", "preset": "tiny", "image_size": 16},
+            "--image_size 16 leaves a map of 1x1 before the last of 4 stages (stride 4 by --stem_stride): type "
+            "--image_size 17 or more",
+        ),
+        (
+            {"arch": "convnext", "preset": "tiny", "image_size": 32, "norm_type": "instance"},
+            "--norm_type instance leaves nothing of a map of 1x1 (--image_size 32, stride 4",
+        ),
+        ({"arch": "convnext", "image_size": 1}, "--image_size 1 is smaller than the stride of the stem, 2"),
         ({"warmup_steps": 0, "warmup_epochs": 0}, "--warmup_steps and --warmup_epochs both set the warm-up"),
         ({"gpus": "0,x"}, "--gpus 0,x: must be device indices separated by commas, for example 0,1"),
         ({"gpus": "0,,1"}, "--gpus 0,,1: must be device indices"),
@@ -162,6 +231,30 @@ def test_a_kernel_larger_than_the_map_only_warns(settings, side):
     assert warnings_for(Config(**settings, kernel_size=side)) == []
     (sentence,) = warnings_for(Config(**settings, kernel_size=side + 1))
     assert sentence.startswith(f"--kernel_size {side + 1} is larger than the {side}x{side} map")
+
+
+def test_a_kernel_larger_than_the_map_of_a_stage_warns_if_the_stage_has_one():
+    sizes = {"dims": "8,8,8", "depths": "1,1,1", "stem_stride": 2, "image_size": 16}
+    assert warnings_for(Config(arch="convnext", kernel_size=2, **sizes)) == []
+    (two,) = warnings_for(Config(arch="convnext", kernel_size=5, **sizes))
+    assert two == "--kernel_size 5 is larger than the 4x4 and 2x2 maps, kernels are cropped to them"
+    (one,) = warnings_for(Config(arch="shvit", kernel_size=3, **sizes))
+    assert one == "--kernel_size 3 is larger than the 2x2 map, kernels are cropped to it"
+    (late,) = warnings_for(Config(arch="shvit", kernel_size=9, **sizes))
+    assert "8x8" not in late, "a stage of convolutions has no kernels of this size"
+    assert warnings_for(Config(arch="shvit", late_mixer="attention", **sizes)) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{"arch": "shvit", "dims": "8,16,32,64"}, {"arch": "convnext", "dims": "8,8,8,8,8"}]
+)
+def test_the_smallest_image_that_is_told_is_the_smallest_that_is_accepted(settings):
+    depths = ",".join("1" for _ in settings["dims"].split(","))
+    for stride in (1, 2, 4):
+        staged = {**settings, "depths": depths, "stem_stride": stride}
+        least = int(re.search(r"type --image_size (\d+) or more", refusal(**staged, image_size=stride))[1])
+        Config(**staged, image_size=least)
+        refusal(**staged, image_size=least - 1)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "params"])

@@ -19,6 +19,7 @@ class SelfAttention(nn.Module):
 
     qkv has a bias. over: "space" or "time". last_only: queries of the last step alone; returns [B, 1, H, W, C].
     rope_mode: turns queries and keys by their positions, frequencies running over all channels, not over each head's.
+    pos_conv: a depthwise 3x3 convolution of what attention returns is added to it, before the last projection.
     Called as a cell is, so that it can stand in a cell's place; num_steps is not needed.
     """
 
@@ -26,6 +27,7 @@ class SelfAttention(nn.Module):
     dtype: jnp.dtype | None = None
     over: str = "space"
     rope_mode: str = "none"
+    pos_conv: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, num_steps: int | None = None, last_only: bool = False) -> jax.Array:
@@ -45,6 +47,8 @@ class SelfAttention(nn.Module):
         else:
             batch, steps, height, width, _ = q.shape
             y = jnp.moveaxis(y.reshape(batch, height, width, steps, channels), 3, 1)
+        if self.pos_conv:
+            y = y + core.depthwise(channels, 3, self.dtype, "pos_conv")(y)
         return nn.Dense(channels, dtype=self.dtype, name="proj")(y)
 
     def _to_tokens(self, x: jax.Array) -> jax.Array:
@@ -68,9 +72,7 @@ class MLP(nn.Module):
         channels = x.shape[-1]
         hidden = self.act(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
         if self.dwconv:
-            wide = hidden.shape[-1]
-            conv = nn.Conv(wide, (3, 3), feature_group_count=wide, dtype=self.dtype, name="dwconv")
-            hidden = hidden + conv(hidden)
+            hidden = hidden + core.depthwise(hidden.shape[-1], 3, self.dtype, "dwconv")(hidden)
         return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
 
 

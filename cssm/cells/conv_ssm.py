@@ -25,7 +25,7 @@ class ConvSSM(nn.Module):
         o = self.options
         steps = num_steps or x.shape[1]
         rotated = x if o.rope_mode == "none" else rope(x, o.rope_mode, steps)
-        conv = core.depthwise(o, o.kernel_size, "spatial_conv")
+        conv = core.depthwise(o.channels, o.kernel_size, o.dtype, "spatial_conv")
         drive = nn.Dense(o.channels, dtype=o.dtype, name="B_proj")(rotated) * conv(rotated)
         decay = nn.sigmoid(self.param("A_logit", nn.initializers.constant(2.0), (o.channels,)))
 

@@ -226,16 +226,15 @@ def read_out(states: tuple[Spectrum, ...], gate: jax.Array, x: jax.Array, option
     return project(tuple(act(spectral.irfft2(y_hat, width, options.backend)) for y_hat in read), width)
 
 
-def depthwise(options: CellOptions, size: int, name: str) -> nn.Conv:
+def depthwise(channels: int, size: int, dtype: jnp.dtype | None, name: str) -> nn.Conv:
     """A convolution of size x size over space, each channel by itself, zeros beyond the border."""
-    features = options.channels
-    return nn.Conv(features, (size, size), feature_group_count=features, dtype=options.dtype, name=name)
+    return nn.Conv(channels, (size, size), feature_group_count=channels, dtype=dtype, name=name)
 
 
 def short_convs(x: jax.Array, options: CellOptions, spatial_size: int, taps: int, num_steps: int) -> jax.Array:
     """Depthwise convolution over space, then the causal one over time; 0 leaves one out. In a compact call."""
     if spatial_size:
-        x = depthwise(options, spatial_size, "short_conv_spatial")(x)
+        x = depthwise(options.channels, spatial_size, options.dtype, "short_conv_spatial")(x)
     if taps:
         x = CausalConv(taps, options.dtype, name="short_conv_temporal")(x, num_steps)
     return x

@@ -90,7 +90,7 @@ class GatedDeltaNet(nn.Module):
         if self.qkv_conv_full:
             qkv = nn.Conv(3 * o.channels, (size, size), dtype=o.dtype, name="qkv_proj")(x)
         else:
-            x_in = core.depthwise(o, size, "qkv_dw")(x) if size > 1 else x
+            x_in = core.depthwise(o.channels, size, o.dtype, "qkv_dw")(x) if size > 1 else x
             qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
         if self.short_conv_size:
             qkv = nn.silu(core.CausalConv(self.short_conv_size, o.dtype, name="short_conv")(qkv, steps))

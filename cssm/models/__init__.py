@@ -12,11 +12,14 @@ from cssm.cells.attention import SelfAttention
 from cssm.cells.core import CellOptions
 from cssm.config import Config
 from cssm.models.blocks import ACTIVATIONS, Norm
+from cssm.models.convnext import ConvNeXt
+from cssm.models.shvit import SHViT
 from cssm.models.simple import Simple
 from cssm.models.vit import ViT
 from cssm.positions import ROPE_MODES
 from cssm.scan import Method
 from cssm.spectral import Backend
+from cssm.stages import stages
 
 T = TypeVar("T")
 
@@ -42,7 +45,7 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "spatial_attn": {"num_heads": "num_heads"},
     "spatiotemporal_attn": {"num_heads": "num_heads"},
 }
-MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT}
+MODELS = {"simple": Simple, "vit": ViT, "baseline": ViT, "convnext": ConvNeXt, "shvit": SHViT}
 
 
 def in_block(name: str) -> bool:
@@ -66,22 +69,34 @@ def build(
     stream "drop_path" when training with a drop-path rate.
     """
     dtype = dtype or (jnp.bfloat16 if config.dtype == "bf16" else jnp.float32)
-    mixer = _attention(config, dtype) if config.arch == "baseline" else _cell(config, dtype)
+    momentum = 0.9 if config.arch == "shvit" else 0.99
     common = {
-        "mixer": mixer,
         "num_classes": num_classes,
-        "embed_dim": config.embed_dim,
-        "depth": config.depth,
         "seq_len": config.seq_len,
-        "stem_mode": config.stem_mode,
         "pos_embed": config.pos_embed,
-        "register_tokens": config.n_register_tokens,
-        # Attention mixes the frames of a clip alike, so that no step stands for the others.
-        "read_all": config.arch == "baseline" or config.frame_readout == "all",
-        "norm": Norm(config.norm_type, dtype, bn_axis),
+        "norm": Norm(_known(config.norm_type), dtype, bn_axis, momentum),
         "pool_type": config.pool_type,
         "dtype": dtype,
     }
+    if config.arch == "shvit":
+        mixer = _cell(config, dtype) if config.cell else None
+        act = ACTIVATIONS[config.output_act]
+        return SHViT(mixer=mixer, output_act=act, **common, **_of_blocks(config, wrap_block), **_of_stages(config))
+    common |= {
+        "mixer": _cell(config, dtype) if config.cell else _attention(config, dtype),
+        "register_tokens": config.n_register_tokens,
+        # Attention mixes the frames of a clip alike, so that no step stands for the others.
+        "read_all": config.cell is None or config.frame_readout == "all",
+    }
+    if config.arch == "convnext":
+        return ConvNeXt(
+            hybrid=config.convnext_block == "hybrid",
+            layer_scale_init=_known(config.layer_scale_init),
+            **common,
+            **_of_blocks(config, wrap_block),
+            **_of_stages(config),
+        )
+    common |= {"embed_dim": config.embed_dim, "depth": config.depth, "stem_mode": config.stem_mode}
     if config.arch == "simple":
         act = ACTIVATIONS[config.act_type]
         return Simple(stem_layers=config.stem_layers, act=act, inter_mlp_ratio=config.inter_mlp_ratio, **common)
@@ -89,16 +104,26 @@ def build(
         patch_size=config.patch_size,
         stem_stride=config.stem_stride or 1,  # patches have none
         output_act=ACTIVATIONS[config.output_act],
-        mlp_ratio=_known(config.mlp_ratio),
         use_dwconv=config.use_dwconv,
-        drop_path_rate=config.drop_path_rate,
         layer_scale_init=_known(config.layer_scale_init),
         time_attn_every=config.temporal_attn_every,
         time_heads=config.num_heads or 1,
         readout_act=ACTIVATIONS[config.readout_act],
-        wrap_block=wrap_block,
         **common,
+        **_of_blocks(config, wrap_block),
     )
+
+
+def _of_blocks(config: Config, wrap_block: Callable | None) -> dict[str, Any]:
+    return {
+        "mlp_ratio": _known(config.mlp_ratio),
+        "drop_path_rate": config.drop_path_rate,
+        "wrap_block": wrap_block,
+    }
+
+
+def _of_stages(config: Config) -> dict[str, Any]:
+    return {"stages": tuple(stages(config)), "stem_stride": _known(config.stem_stride)}
 
 
 def _cell(config: Config, dtype) -> Callable[..., nn.Module]:

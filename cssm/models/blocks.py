@@ -5,7 +5,8 @@ Activations are [B, T, H, W, C] throughout; a still image has T = 1 until a recu
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -30,13 +31,14 @@ class Norm:
 
     kind "layer": over channels. "instance": over H and W, each channel and step by itself. "global_layer": over T, H, W
     and C together, so that a later frame changes an earlier one. "batch": over everything but channels, with running
-    statistics (momentum 0.99) outside of training; axis: the device axis over which they are taken; None: each
-    device's own.
+    statistics outside of training, which keep the share `momentum` of what they were; axis: the device axis over which
+    they are taken; None: each device's own.
     """
 
     kind: str
     dtype: jnp.dtype
     axis: str | None = None
+    momentum: float = 0.99
 
     def __call__(self, train: bool, name: str) -> nn.Module:
         """The module; train: whether batch norm uses the batch's statistics, or the running ones."""
@@ -47,7 +49,7 @@ class Norm:
             return nn.GroupNorm(None, 1, epsilon=1e-6, reduction_axes=(-3, -2, -1), **shared)
         if self.kind == "global_layer":
             return nn.LayerNorm(epsilon=1e-6, reduction_axes=(-4, -3, -2, -1), feature_axes=-1, **shared)
-        return nn.BatchNorm(not train, axis_name=self.axis, momentum=0.99, epsilon=1e-5, **shared)
+        return nn.BatchNorm(not train, axis_name=self.axis, momentum=self.momentum, epsilon=1e-5, **shared)
 
 
 def sample_frames(x: jax.Array, num_steps: int) -> jax.Array:
@@ -195,6 +197,34 @@ class DropPath(nn.Module):
         keep = 1.0 - self.rate
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)
         return x * jax.random.bernoulli(self.make_rng("drop_path"), keep, shape).astype(x.dtype) / keep
+
+
+class Place(NamedTuple):
+    """Where a block stands in a trunk of stages. halves: it opens a stage other than the first, before which maps are
+    halved. last: of all blocks.
+    """
+
+    number: int
+    stage: int
+    halves: bool
+    last: bool
+    drop_path_rate: float
+
+
+def places(depths: Sequence[int], drop_path_rate: float) -> list[Place]:
+    """Of all blocks, in order; the rate rises linearly from 0 to drop_path_rate over them (Huang et al. 2016)."""
+    rates = np.linspace(0.0, drop_path_rate, sum(depths))
+    pairs = [(stage, first == 0) for stage, depth in enumerate(depths) for first in range(depth)]
+    return [
+        Place(i, stage, opens and stage > 0, i == len(pairs) - 1, float(rates[i]))
+        for i, (stage, opens) in enumerate(pairs)
+    ]
+
+
+def classify(x: jax.Array, num_classes: int, dtype: jnp.dtype) -> jax.Array:
+    """Logits [..., num_classes] of x [..., C], float32 at least; in a compact call, parameters "head"."""
+    logits = nn.Dense(num_classes, dtype=dtype, name="head")(x)
+    return logits.astype(jnp.promote_types(dtype, jnp.float32))
 
 
 def pool(x: jax.Array, pool_type: str) -> jax.Array:

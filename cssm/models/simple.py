@@ -59,9 +59,7 @@ class Simple(nn.Module):
         x = self.act(self.norm(train, "readout_norm")(x))
         x = blocks.pool(x, self.pool_type)
         x = layer_norm(self.dtype, "norm_post")(x)
-        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
-            jnp.promote_types(self.dtype, jnp.float32)
-        )
+        return blocks.classify(x, self.num_classes, self.dtype)
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:
         if self.stem_mode == "pathtracker":

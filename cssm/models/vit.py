@@ -9,7 +9,6 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cssm.cells.attention import MLP, LayerScale, SelfAttention
 from cssm.cells.core import layer_norm
@@ -113,20 +112,15 @@ class ViT(nn.Module):
         if self.read_all:
             x = x[:, self.register_tokens :]
         x = layer_norm(self.dtype, "head_norm")(self.readout_act(x))
-        logits = nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x).astype(
-            jnp.promote_types(self.dtype, jnp.float32)
-        )
-        return blocks.pool(logits, self.pool_type)
+        return blocks.pool(blocks.classify(x, self.num_classes, self.dtype), self.pool_type)
 
     def _blocks(self, x: jax.Array, steps: int, train: bool) -> jax.Array:
         wrap = self.wrap_block or (lambda block: block)
         block, time_block = wrap(Block), wrap(TimeBlock) if self.time_attn_every else TimeBlock
-        # Stochastic depth rises linearly over depth (Huang et al. 2016).
-        rates = np.linspace(0.0, self.drop_path_rate, self.depth)
-        for i in range(self.depth):
+        for i, *_, rate in blocks.places([self.depth], self.drop_path_rate):
             shared = {
                 "layer_scale_init": self.layer_scale_init,
-                "drop_path_rate": float(rates[i]),
+                "drop_path_rate": rate,
                 "train": train,
                 "dtype": self.dtype,
             }
