@@ -15,6 +15,7 @@ from cssm.checkpoint import Checkpoints
 from cssm.config import UserError, parse_args, resolve
 from cssm.resume import resume_record
 from cssm.training import train
+from parallel import devices as par
 
 TINY = {"cssm": "gated", "embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "num_devices": 2}
 TINY |= {"max_train_examples": 40, "max_eval_examples": 21, "global_batch_size": 8, "epochs": 3}
@@ -24,8 +25,9 @@ HELD = ("parameter", "gradient", "optimizer", "average", "activation", "batch")
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Where a run would write; what would load or make images fails."""
+    """Where a run would write; what would load or make images, or keep compiled programs, fails."""
     monkeypatch.setattr(data, "load", None)
+    monkeypatch.setattr(par, "enable_compile_cache", None)
     monkeypatch.chdir(tmp_path)
     return {"checkpoint_dir": str(tmp_path / "runs"), "cache_dir": str(tmp_path / "cache"), "dry_run": True}
 
