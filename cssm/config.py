@@ -72,8 +72,8 @@ KNOBS: dict[str, Knob] = knobs_of(Config)
 
 # Settings that say the same thing in two ways: one typed replaces both of the config file's.
 _EITHER = ({"epochs", "max_steps"}, {"warmup_steps", "warmup_epochs"})
-# The size of a model, and what finds it.
-_SIZES = {"embed_dim", "depth"}
+# What target_params finds: in a trunk of one width, and in one with stages, whose depths it does not.
+_SIZES = ({"embed_dim", "depth"}, {"dims"})
 
 
 def known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
@@ -87,15 +87,17 @@ def known(values: Mapping[str, Any], label: str = "--") -> dict[str, Any]:
 def _settle(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, Any]:
     """Typed over file. What is typed also replaces the file's other ways of saying the same: epochs and
     max_steps, the two warm-ups, and of the three batch settings those that the typed ones determine. Where the file
-    holds the sizes that its target_params found, a typed one of the three has what is not typed found anew.
+    holds the sizes that its target_params found, one of these typed has what is not typed found anew.
     """
     typed, kept = known(typed), known(from_file, "")
     parts = {"batch_size", "grad_accum"}
     dropped = {name for pair in _EITHER if typed.keys() & pair for name in pair}
     if typed.keys() & {*parts, "global_batch_size"} and "global_batch_size" in {**kept, **typed}:
         dropped |= {"global_batch_size"} if parts <= typed.keys() else parts
-    if "target_params" in {**kept, **typed} and typed.keys() & {*_SIZES, "target_params"} and kept.keys() >= _SIZES:
-        dropped |= {*_SIZES, "target_params"} if typed.keys() >= _SIZES else _SIZES
+    for sizes in _SIZES:
+        touched = typed.keys() & {*sizes, "depths", "target_params"}
+        if touched and kept.keys() >= sizes and "target_params" in {**kept, **typed}:
+            dropped |= {*sizes, "target_params"} if typed.keys() >= sizes else sizes
     return {name: value for name, value in kept.items() if name not in dropped} | typed
 
 
@@ -130,8 +132,10 @@ def parse_args(argv: Sequence[str]) -> Parsed:
     if command.show:
         print(f"cssm {__version__}" if command.show == "version" else flags.help_text(KNOBS, VERBS))
         raise SystemExit(0)
-    if command.typed.keys() >= {*_SIZES, "target_params"}:
-        raise UserError("--target_params finds --embed_dim and --depth, and all three are typed: leave one of them out")
+    for sizes in _SIZES:
+        if command.typed.keys() >= {*sizes, "target_params"}:
+            words = " and ".join(f"--{name}" for name in sorted(sizes, reverse=True))
+            raise UserError(f"--target_params finds {words}, and all of them are typed: leave one out")
     from_file = read_yaml(command.config_path) if command.config_path else {}
     given = _settle(command.typed, from_file)
     if stray := [name for name in given if command.verb not in KNOBS[name].verbs]:

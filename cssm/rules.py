@@ -65,7 +65,8 @@ def _check_stages(config: "Config") -> None:
     if config.arch not in STAGED:
         return
     dims, depths = config.dims or "", config.depths or ""
-    widths, counts = numbers(dims), numbers(depths)
+    counts = numbers(depths)
+    widths = [2] * len(counts or [1]) if config.target_params and config.dims is None else numbers(dims)
     for name, text, found in (("dims", dims, widths), ("depths", depths, counts)):
         if not found or 0 in found:
             raise UserError(

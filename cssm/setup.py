@@ -143,13 +143,8 @@ def wrapper(config: Config, strategy: Replicated) -> Callable | None:
 
 def _fitted(config: Config, outline: Outline, report: Reporter) -> Config:
     """The configuration with the size that its target_params asks for; of several processes, the first decides."""
-
-    def size() -> dict[str, Any]:
-        found = fitted(config, outline)
-        return {"embed_dim": found.embed_dim, "depth": found.depth}
-
     with report.busy("looking for the size"):
-        return replace(config, **job.share("size", size))
+        return replace(config, **job.share("size", lambda: fitted(config, outline)))
 
 
 def _flops(setup: Setup, shapes: TrainState) -> dict[str, Any]:

@@ -1,14 +1,18 @@
-"""--target_params: the width and the depth of a model with about so many parameters.
+"""--target_params: the size of a model with about so many parameters.
 
-The depth follows the width, between published sizes of a trunk (DEPTHS), and the width is the one that comes nearest
-among those that hardware likes: multiples of 8 from 64 and of 16 from 256 on. Where none of them is within TOLERANCE,
-other depths are tried, the nearest first; then the same with every width that the model allows. A width or a depth that
-is given stays. All parameters are counted as the model itself would make them (jax.eval_shape), a complex one once.
+In trunks of one width the depth follows the width, between published sizes (DEPTHS), and the width is the one that
+comes nearest among those that hardware likes: multiples of 8 from 64 and of 16 from 256 on. Where none of them is
+within TOLERANCE, other depths are tried, the nearest first; then the same with every width that the model allows. A
+width or a depth that is given stays. In trunks with stages the depths stay, and the widths of the preset grow or shrink
+together, to multiples chosen alike; where --depths has another number of stages, widths double from one to the next.
+All parameters are counted as the model itself would make them (jax.eval_shape), a complex one once.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,8 @@ import numpy as np
 from cssm import models
 from cssm.config import KNOBS, Config, UserError
 from cssm.data.pipeline import Outline
+from cssm.recipes import PRESETS
+from cssm.stages import STAGED, numbers
 
 TOLERANCE = 0.05
 # (width, depth): between them the depth is interpolated. vit: 32 and below as the preset nano here; then ViT-Ti, S and
@@ -25,35 +31,53 @@ TOLERANCE = 0.05
 _VIT = ((16, 1), (32, 2), (192, 12), (768, 12), (1024, 24), (1280, 32), (1664, 48))
 DEPTHS = {"simple": ((32, 1), (128, 2), (512, 4), (2048, 8)), "vit": _VIT, "baseline": _VIT}
 DEEPEST, WIDEST = 48, 8192
-START = (32, 2)  # counted first
 # From which width on of which number it is to be a multiple
 MULTIPLES = {0: 1, 64: 8, 256: 16}
-
-Size = tuple[int, int]
-"""(embed_dim, depth), the width and the depth."""
+ANY = {0: 1}
 
 
-def fitted(config: Config, outline: Outline) -> Config:
-    """The configuration with the embed_dim and depth that its target_params asks for, or checked against it.
+@dataclass(frozen=True)
+class Size:
+    """settings: those that are found, with their values. volume: what parameters grow with, about."""
+
+    settings: tuple[tuple[str, Any], ...]
+    volume: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.settings)
+
+
+def uniform(width: int, depth: int) -> Size:
+    """Of a trunk of one width."""
+    return Size((("embed_dim", width), ("depth", depth)), width * width * depth)
+
+
+def staged(widths: Sequence[int], depths: Sequence[int]) -> Size:
+    """Of a trunk with stages, whose depths are known."""
+    volume = sum(width * width * depth for width, depth in zip(widths, depths, strict=True))
+    return Size((("dims", ",".join(map(str, widths))),), volume)
+
+
+def fitted(config: Config, outline: Outline) -> dict[str, Any]:
+    """The settings that give the configuration the size which its target_params asks for; none where it has one.
 
     Raises UserError where no size, or not the one given, has that many parameters, naming the nearest.
     """
     target = config.target_params
     assert target is not None, "sizes are looked for where a number of parameters is given"
     search = _Search(config, target, outline)
-    if config.embed_dim and config.depth:
-        size = config.embed_dim, config.depth
+    if size := _given(config):
         if not search.fits(size):
             raise UserError(
-                f"--target_params {target:,}: embed_dim {size[0]} and depth {size[1]} make "
-                f"{search.count(size):,} parameters, which is not within {TOLERANCE:.0%}: leave one of the three out"
+                f"--target_params {target:,}: {size} {'make' if len(size.settings) > 1 else 'makes'} "
+                f"{search.count(size):,} parameters, which is not within {TOLERANCE:.0%}: leave one of them out"
             )
-        return config
+        return {}
     for sizes in search.ladders():
         found = search.around(sizes)
         best = min(found, key=search.distance)
         if search.fits(best):
-            return search.sized(best)
+            return dict(best.settings)
         if len(found) == 1:  # the smallest or the largest of all
             break
     raise UserError(f"--target_params {target:,}: {search.nearest()}")
@@ -67,6 +91,13 @@ def count_params(config: Config, outline: Outline) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
+def _given(config: Config) -> Size | None:
+    """The size, if nothing of it is open."""
+    if config.arch in STAGED:
+        return staged(numbers(config.dims) or [], numbers(config.depths or "") or []) if config.dims else None
+    return uniform(config.embed_dim, config.depth) if config.embed_dim and config.depth else None
+
+
 @dataclass
 class _Search:
     """Sizes of one model that have been counted."""
@@ -76,12 +107,9 @@ class _Search:
     outline: Outline
     counts: dict[Size, int] = field(default_factory=dict)
 
-    def sized(self, size: Size) -> Config:
-        return replace(self.config, embed_dim=size[0], depth=size[1])
-
     def count(self, size: Size) -> int:
         if size not in self.counts:
-            self.counts[size] = count_params(self.sized(size), self.outline)
+            self.counts[size] = count_params(replace(self.config, **dict(size.settings)), self.outline)
         return self.counts[size]
 
     def distance(self, size: Size) -> float:
@@ -92,32 +120,36 @@ class _Search:
 
     def ladders(self) -> Iterator[list[Size]]:
         """Lists of sizes that grow, in the order in which they are to be tried."""
-        config, least = self.config, self._least_depth()
+        config = self.config
+        if config.arch in STAGED:
+            yield from (self._scaled(multiples) for multiples in (MULTIPLES, ANY))
+            return
+        least = self._least_depth()
         if config.embed_dim:
-            yield [(config.embed_dim, depth) for depth in range(least, DEEPEST + 1)]
+            yield [uniform(config.embed_dim, depth) for depth in range(least, DEEPEST + 1)]
             return
         points = np.array(DEPTHS[config.arch])
 
-        def with_depth(width: int) -> Size:
+        def depth_of(width: int) -> int:
             usual = round(float(np.interp(width, points[:, 0], points[:, 1])))
-            return width, config.depth or max(usual, least)
+            return config.depth or max(usual, least)
 
-        for multiples in (MULTIPLES, {0: 1}):
+        for multiples in (MULTIPLES, ANY):
             widths = _widths(self._unit(), multiples)
-            yield [with_depth(width) for width in widths]
-            usual = min(self.counts, key=self.distance)[1]
+            yield [uniform(width, depth_of(width)) for width in widths]
+            usual: int = dict(min(self.counts, key=self.distance).settings)["depth"]
             others = range(max(least, usual // 2), 0 if config.depth else min(usual + usual // 2 + 2, DEEPEST + 1))
             for depth in sorted(others, key=lambda depth: abs(depth - usual)):
-                yield [(width, depth) for width in widths]
+                yield [uniform(width, depth) for width in widths]
 
     def around(self, sizes: Sequence[Size]) -> list[Size]:
         """The last size of a ladder with fewer parameters than the target and the first with no fewer, or one of them.
 
         It starts where the nearest size counted so far leads, if parameters were proportional to the volume.
         """
-        volumes = [_volume(size) for size in sizes]
-        near = min(self.counts or [sizes[int(np.searchsorted(volumes[:-1], _volume(START)))]], key=self.distance)
-        start = int(np.searchsorted(volumes[:-1], _volume(near) * self.target / self.count(near)))
+        volumes = [size.volume for size in sizes]
+        near = min(self.counts or [sizes[int(np.searchsorted(volumes[:-1], uniform(32, 2).volume))]], key=self.distance)
+        start = int(np.searchsorted(volumes[:-1], near.volume * self.target / self.count(near)))
         low, high, step = start - 1, start, 1
         while low >= 0 and self.count(sizes[low]) >= self.target:
             low, high, step = max(low - step, -1), low, 2 * step
@@ -134,7 +166,7 @@ class _Search:
 
     def _crossing(self, sizes: Sequence[Size], low: int, high: int) -> int:
         """Where between two places of a ladder the target is expected."""
-        volumes = [math.log(_volume(size)) for size in sizes[low : high + 1]]
+        volumes = [math.log(size.volume) for size in sizes[low : high + 1]]
         ends = [math.log(self.count(sizes[low])), math.log(self.count(sizes[high]))]
         volume = float(np.interp(math.log(self.target), ends, [volumes[0], volumes[-1]]))
         return min(max(low + int(np.searchsorted(volumes, volume)), low + 1), high - 1)
@@ -145,7 +177,7 @@ class _Search:
         above = min((n for n in self.counts.values() if n >= self.target), default=None)
         sizes = {n: size for size, n in self.counts.items()}
         found = [n for n in (below, above) if n is not None]
-        words = [f"{n:,} (embed_dim {sizes[n][0]}, depth {sizes[n][1]})" for n in found]
+        words = [f"{n:,} ({sizes[n]})" for n in found]
         given = "depth" if self.config.depth else "embed_dim" if self.config.embed_dim else ""
         way = f", or leave --{given} out" if given else ""
         return (
@@ -153,6 +185,18 @@ class _Search:
             f"{'have' if len(found) > 1 else 'has'} {' and '.join(words)} parameters: "
             f"type --target_params {' or '.join(map(str, found))}{way}"
         )
+
+    def _scaled(self, multiples: dict[int, int]) -> list[Size]:
+        """The stages of the preset, as wide as 1.01 to some power makes them."""
+        depths = numbers(self.config.depths or "") or []
+        base = numbers(PRESETS[self.config.arch][self.config.preset][self.config.dataset]["dims"]) or [1]
+        if len(base) != len(depths):
+            base = [base[0] * 2**i for i in range(len(depths))]
+        widths, unit = np.array(_widths(self._unit(), multiples)), self._unit()
+        smallest, largest = math.log(unit / max(base), 1.01), math.log(WIDEST / max(base), 1.01)
+        scales = 1.01 ** np.arange(math.floor(smallest), largest)
+        nearest = np.abs(np.log(np.outer(scales, base))[:, :, None] - np.log(widths)).argmin(-1)
+        return [staged(found, depths) for found, _ in groupby(map(tuple, widths[nearest].tolist()))]
 
     def _least_depth(self) -> int:
         """The smallest depth that the other settings allow."""
@@ -165,15 +209,9 @@ class _Search:
         return DEEPEST
 
     def _unit(self) -> int:
-        """Of what the width has to be a multiple."""
+        """Of what a width has to be a multiple."""
         divisors = (name for name in ("num_heads", "delta_key_dim") if KNOBS[name].unmet(self.config) is None)
         return math.lcm(2, *(getattr(self.config, name) or 1 for name in divisors))
-
-
-def _volume(size: Size) -> int:
-    """What the number of parameters grows with, about."""
-    width, depth = size
-    return width * width * depth
 
 
 def _widths(unit: int, multiples: dict[int, int]) -> list[int]:

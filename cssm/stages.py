@@ -43,7 +43,8 @@ def stages(config: "Config") -> list[Stage]:
     side = -(-(config.image_size or 0) // stride(config)[0])
     if config.arch not in STAGED:
         return [Stage(config.embed_dim or 0, config.depth or 0, side)]
-    widths, depths = numbers(config.dims or "") or [], numbers(config.depths or "") or []
+    depths = numbers(config.depths or "") or []
+    widths = numbers(config.dims or "") or [0] * len(depths)  # open with --target_params, until they are found
     early = len(widths) - LATE if config.arch == "shvit" else 0
     return [
         Stage(width, depth, -(-side // 2**i), mixes=i >= early)

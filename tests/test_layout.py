@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "optimizers": "config",
     "setup": "cssm config recipes data report runs optimizers step models flops size parallel",
     "dry_run": "config checkpoint flops jaxprs liveness report setup step parallel",
-    "size": "config data models",
+    "size": "config data models recipes stages",
     "meter": "",
     "signals": "config",
     "runs": "cssm config checkpoint resume",

@@ -14,7 +14,7 @@ from cssm.size import DEEPEST, DEPTHS, TOLERANCE, WIDEST, count_params, fitted
 
 def found(**settings):
     config = resolve(settings, {})
-    return fitted(config, data.outline(config))
+    return dataclasses.replace(config, **fitted(config, data.outline(config)))
 
 
 def off(config):
@@ -45,6 +45,10 @@ def test_parameters_are_counted_as_they_are_made():
         {"target_params": 30_000, "dataset": "pathfinder"},
         {"target_params": "300k", "arch": "baseline"},
         pytest.param({"target_params": "100k", "arch": "vit", "preset": "tiny"}, marks=pytest.mark.slow),
+        {"target_params": "100k", "arch": "convnext"},
+        pytest.param({"target_params": "200k", "arch": "convnext", "preset": "tiny"}, marks=pytest.mark.slow),
+        pytest.param({"target_params": "1M", "arch": "shvit"}, marks=pytest.mark.slow),
+        pytest.param({"target_params": "10M", "arch": "shvit", "preset": "s4"}, marks=pytest.mark.slow),
         pytest.param({"target_params": "5M", "arch": "vit"}, marks=pytest.mark.slow),
         pytest.param({"target_params": "50M", "arch": "simple"}, marks=pytest.mark.slow),
         pytest.param({"target_params": "100M", "arch": "baseline", "preset": "base"}, marks=pytest.mark.slow),
@@ -57,6 +61,8 @@ def test_the_size_found_is_within_the_tolerance(settings):
     config = found(**settings)
     assert off(config) <= TOLERANCE == 0.05
     assert found(**settings) == config, "whoever looks finds the same"
+    if config.dims:
+        return
     depths = DEPTHS[config.arch]
     assert 1 <= config.depth <= DEEPEST
     assert config.depth <= 2 + next((depth for width, depth in depths if width >= config.embed_dim), DEEPEST)
@@ -89,6 +95,18 @@ def test_other_settings_bound_the_size():
     assert found(arch="baseline", temporal_attn_every=4, target_params="30k").depth >= 4
 
 
+def test_stages_keep_their_proportions_and_depths():
+    config = found(arch="convnext", target_params="300k")
+    widths = [int(width) for width in config.dims.split(",")]
+    assert config.depths == "1,1" and len(widths) == 2
+    assert widths[1] % 8 == 0 and widths[1] / widths[0] == pytest.approx(2, rel=0.1)
+    config = found(arch="convnext", depths="2,1,1", image_size=32, target_params="300k")
+    widths = [int(width) for width in config.dims.split(",")]
+    assert config.depths == "2,1,1" and widths[2] / widths[0] == pytest.approx(4, rel=0.1)
+    assert "--depths 1,x: must be whole numbers" in refused(arch="convnext", depths="1,x", target_params="300k")
+    assert "dims 32,64 makes 96," in refused(arch="convnext", dims="32,64", target_params="300k")
+
+
 def test_where_there_is_no_such_size_the_nearest_are_named():
     sentence = refused(target_params="1k")
     assert "--target_params 1,000: no size is within 5% of it, the nearest have" in sentence
@@ -99,7 +117,7 @@ def test_where_there_is_no_such_size_the_nearest_are_named():
     assert refused(target_params=10).count("embed_dim 2, depth 1") == 1
     sentence = refused(target_params="1k", depth=4)
     assert "with this depth, the nearest has" in sentence and sentence.endswith("or leave --depth out")
-    assert "embed_dim 8 and depth 1 make" in refused(target_params="2M", embed_dim=8, depth=1)
+    assert "embed_dim 8, depth 1 make" in refused(target_params="2M", embed_dim=8, depth=1)
 
 
 @pytest.mark.slow
@@ -113,7 +131,7 @@ def test_what_is_found_is_saved_and_gives_the_same_again():
     record = applicable(config)
     assert record["target_params"] == 20_000 and record["embed_dim"] == config.embed_dim and record["depth"]
     again = resolve({}, record)
-    assert again == config == fitted(again, data.outline(again))
+    assert again == config and fitted(again, data.outline(again)) == {}
     saved = resume_record(config, 32, 1)
     for typed in ({}, {"target_params": "20k"}, {"depth": config.depth, "target_params": 20_000}):
         resumed, changes = resume_config(saved, typed)
@@ -137,6 +155,20 @@ def test_typed_sizes_have_the_rest_of_a_saved_record_found_anew(typed, expected)
     assert (config.target_params, config.embed_dim, config.depth) == expected
 
 
+@pytest.mark.parametrize(
+    "typed, expected",
+    [
+        ({}, (7000, "8,16", "1,1")),
+        ({"target_params": 9000}, (9000, None, "1,1")),
+        ({"depths": "1,2"}, (7000, None, "1,2")),
+        ({"dims": "6,6"}, (None, "6,6", "1,1")),
+    ],
+)
+def test_likewise_where_there_are_stages(typed, expected):
+    config = resolve(typed, {"arch": "convnext", "target_params": 7000, "dims": "8,16", "depths": "1,1"})
+    assert (config.target_params, config.dims, config.depths) == expected
+
+
 def test_until_it_is_found_the_size_is_open_whatever_the_preset():
     config = resolve({"target_params": "5M", "arch": "vit", "preset": "tiny"}, {})
     assert (config.embed_dim, config.depth, config.mlp_ratio) == (None, None, 4.0)
@@ -146,7 +178,9 @@ def test_until_it_is_found_the_size_is_open_whatever_the_preset():
 
 
 def test_all_three_typed_are_one_too_many():
-    with pytest.raises(UserError, match="leave one of them out"):
+    with pytest.raises(UserError, match="finds --embed_dim and --depth, and all of them are typed: leave one out"):
         parse_args(["--target_params", "5M", "--embed_dim", "192", "--depth", "12"])
+    with pytest.raises(UserError, match="finds --dims, and all of them are typed: leave one out"):
+        parse_args(["--target_params", "5M", "--arch", "convnext", "--dims", "32,64"])
     with pytest.raises(UserError, match=r"target_params 1\.5: must be a whole number"):
         parse_args(["--target_params", "1.5"])

@@ -118,7 +118,7 @@ def _size_lines(info: Mapping[str, Any]) -> list[str]:
     if not target:
         return []
     off = info["num_params"] / target - 1
-    found = f"embed_dim {config['embed_dim']} and depth {config['depth']}"
+    found = " and ".join(f"{name} {config[name]}" for name in ("embed_dim", "depth", "dims") if config.get(name))
     return [f"size: {found}, found for --target_params {target:,} ({off:+.1%})"]
 
 

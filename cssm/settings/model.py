@@ -41,8 +41,8 @@ class ModelSettings:
     depth: int | None = _model(None, "number of blocks", bounds="[1,)", applies=UNIFORM)
     dims: str | None = _model(None, "channels of each stage, such as 64,128,256", applies=STAGED)
     depths: str | None = _model(None, "blocks of each stage, such as 1,2,1", applies=STAGED)
-    target_params: int | None = _model(None, "find an embed_dim and a depth with so many parameters, to 5%; one of "
-        "the two may be given", bounds="[1,)", applies=UNIFORM, unset="sizes by recipe")
+    target_params: int | None = _model(None, "find a size with so many parameters, to 5%: embed_dim and depth, of "
+        "which one may be given, or dims", bounds="[1,)", unset="sizes by recipe")
     mlp_ratio: float | None = _model(None, "width of a block's MLP over its channels", bounds="(0,)",
         applies=BLOCKS)
     num_heads: int | None = _model(None, "attention heads, a divisor of the channels", bounds="[1,)",
