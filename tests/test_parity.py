@@ -134,6 +134,25 @@ def test_a_way_of_running_in_parallel_equals_one_device(model, row, check):
     check(model, row)
 
 
+STAGES = {"cssm": "gated", "embed_dim": None, "depth": None, "stem_stride": 2, "depths": "1,1"}
+TRUNKS = {
+    "convnext": {**STAGES, "arch": "convnext", "convnext_block": "hybrid", "dims": "4,6"},
+    # Each device alone would normalise with the statistics of its three images.
+    "shvit": {**STAGES, "arch": "shvit", "dims": "4,6,8", "depths": "1,1,1", "stem_stride": 1, "sync_bn": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_trunk_of_stages_with_split_parameters_equals_one_device(trunk, tmp_path):
+    want = run(tmp_path, "one", num_devices=1, **TRUNKS[trunk])
+    got = run(tmp_path, "split", shard="params", **TRUNKS[trunk])
+    assert got.keys() == want.keys()
+    assert (trunk == "shvit") == any(path.startswith("batch_stats/") for path in want)
+    for path, leaf in want.items():
+        np.testing.assert_allclose(got[path], leaf, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
 def no_mean(patch):
     patch.setattr(parallel.sync, "pmean_complex_safe", lambda tree: tree)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trunks import calls
 
 from cssm import models
 from cssm.cells.attention import MLP
@@ -30,17 +31,7 @@ def parameters(config, **changes):
 
 
 def seen(kind, note, config, images=CLIP, **how):
-    """note(module, x) of every call of a module of this kind, in order; nothing is computed."""
-    notes = []
-
-    def listen(call, args, kwargs, context):
-        if isinstance(context.module, kind) and context.method_name == "__call__":
-            notes.append(note(context.module, args[0]))
-        return call(*args, **kwargs)
-
-    with nn.intercept_methods(listen):
-        jax.eval_shape(lambda key: built(config, **how).init(key, images), jax.random.key(0))
-    return notes
+    return calls(built(config, **how), kind, note, images)
 
 
 @pytest.mark.parametrize("config", [RECURRENT, BASELINE], ids=["recurrent", "baseline"])
