@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cssm.knobs import Knob, UserError, did_you_mean
+from cssm.knobs import Applies, Knob, UserError, did_you_mean
 from cssm.settings.names import REFUSED, REFUSED_VALUES, SHORTHANDS, VALUE_ALIASES
 
 Knobs = Mapping[str, Knob]
@@ -194,7 +194,7 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         if knob.group != group:
             group = knob.group
             lines += ["", f"{group}:"]
-        lines += _help_entry(knob)
+        lines += _help_entry(knob, knobs)
     lines += ["", "other:"]
     lines += _columns("-f, --config FILE", "read settings from a YAML file, flat or in sections")
     lines += [line for name, (knob, value) in SHORTHANDS.items() for line in _columns(f"--{name}", f"--{knob} {value}")]
@@ -202,14 +202,31 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _help_entry(knob: Knob) -> list[str]:
+def conditions(knob: Knob, knobs: Knobs) -> list[dict[str, tuple[str, ...]]]:
+    """Where a setting applies, less what is the condition of another one among these, which brings it along."""
+
+    def follows(name: str, values: tuple[str, ...], way: Applies) -> bool:
+        others = [ways for other in way if other != name and (ways := knobs[other].applies)]
+        return any(all(other.get(name) == values for other in ways) for ways in others)
+
+    return [{n: values for n, values in way.items() if not follows(n, values, way)} for way in knob.applies]
+
+
+def _condition(name: str, values: tuple[str, ...], knobs: Knobs) -> str:
+    """`--arch vit or baseline`, or where that is much shorter `any --arch but simple`."""
+    others = [choice for choice in knobs[name].choices if choice not in values]
+    few = 0 < 2 * len(others) < len(values)
+    return f"any --{name} but {' or '.join(others)}" if few else f"--{name} {' or '.join(values)}"
+
+
+def _help_entry(knob: Knob, knobs: Knobs) -> list[str]:
     metavar = {bool: "", int: " N", float: " X", str: " TEXT"}[knob.type]
     default = knob.unset if knob.default is None else str(knob.default).replace("False", "off").replace("True", "on")
     notes = [f"default: {default}"]
     if knob.default is True:
         notes.append(f"off as --no_{knob.name}")
     if knob.applies:
-        ways = [" and ".join(f"--{k} {' or '.join(v)}" for k, v in way.items()) for way in knob.applies]
+        ways = [" and ".join(_condition(*pair, knobs) for pair in way.items()) for way in conditions(knob, knobs)]
         notes.append("with " + ", or ".join(ways))
     if knob.aliases:
         notes.append("also " + ", ".join(f"--{alias}" for alias in knob.aliases))

@@ -1,8 +1,10 @@
 """Every spelling of every setting, on the command line and in YAML; what is refused; what a file may hold."""
 
+import itertools
 import math
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,11 +163,34 @@ def test_help_names_every_setting_with_its_default_choices_aliases_and_condition
         assert knob.default in (None, True, False) or f"default: {knob.default}" in entry
         assert all(choice in entry for choice in knob.choices)
         assert all(f"--{alias}" in entry for alias in knob.aliases)
-        for way in knob.applies:
-            assert all(f"--{name} {' or '.join(values)}" in entry for name, values in way.items())
+        for way in flags.conditions(knob, KNOBS):
+            for name, values in way.items():
+                others = " or ".join(choice for choice in KNOBS[name].choices if choice not in values)
+                assert f"--{name} {' or '.join(values)}" in entry or f"any --{name} but {others}" in entry
     assert all(f"\n{knob.group}:\n" in text for knob in KNOBS.values())
     assert all(f"--{name} " in text for name in (*flags.SHORTHANDS, "config", "help", "version"))
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+SHORTENED = [
+    name
+    for name, knob in KNOBS.items()
+    if len(knob.applies) == 1 and flags.conditions(knob, KNOBS) != list(knob.applies)
+]
+
+
+@pytest.mark.parametrize("name", SHORTENED)
+def test_conditions_that_help_leaves_out_follow_from_those_it_tells(name):
+    """Told of settings which themselves apply, a way is the one that was declared."""
+    (way,), (told,) = KNOBS[name].applies, flags.conditions(KNOBS[name], KNOBS)
+    causes = {*way, "arch", "late_mixer"}
+    kept = {n: knob.default for n, knob in KNOBS.items()}
+    for values in itertools.product(*(KNOBS[cause].choices for cause in causes)):
+        settings = SimpleNamespace(**{**kept, **dict(zip(causes, values, strict=True))})
+        holds = all(getattr(settings, n) in values and KNOBS[n].unmet(settings) is None for n, values in told.items())
+        if any(getattr(settings, n) != kept[n] and KNOBS[n].unmet(settings) for n in causes):
+            continue  # refused
+        assert holds == (KNOBS[name].unmet(settings) is None)
 
 
 def yaml(tmp_path, text: str) -> dict:
