@@ -55,7 +55,7 @@ def linear_scan(
     inputs = jax.tree.map(lambda u: jnp.moveaxis(u, 1, 0), inputs)  # [T or 1, B, F, C]
     still = inputs[0].re.shape[0] == 1 and num_steps > 1
     start = _zeros(num_states, jnp.zeros(inputs[0].re.shape[1:], dtype))
-    states = _RUNS[method](stable_step(step) if stable else step, start, gates, inputs, still, last_only)
+    states = _RUNS[method](step, stable, start, gates, inputs, still, last_only)
     return jax.tree.map(lambda s: jnp.moveaxis(s, 0, 1), states)
 
 
@@ -68,36 +68,41 @@ def stable_step(step: Step) -> Step:
 
     def stable(h: States, gates: Any, inputs: States) -> States:
         zero = jnp.zeros_like(h[0].re)
-        columns = _columns(step, len(h), gates, len(inputs), zero)
-        rows = [total([magnitude(column[i]) for column in columns]) for i in range(len(h))]
+        factors = [_factor(row) for row in _matrix(step, False, len(h), gates, len(inputs), zero)]
         carried = step(h, gates, _zeros(len(inputs), zero))
         driven = step(_zeros(len(h), zero), gates, inputs)
-        return tuple(
-            add(scale(1.0 / jnp.maximum(row, 1.0), c), d) for row, c, d in zip(rows, carried, driven, strict=True)
-        )
+        return tuple(add(scale(f, c), d) for f, c, d in zip(factors, carried, driven, strict=True))
 
     return stable
 
 
-def _columns(step: Step, num_states: int, gates: Any, num_inputs: int, zero: jax.Array) -> list[States]:
-    """The columns of A_t: the steps of unit vectors without input; zero: of the shape and type of a state's plane."""
+def _matrix(step: Step, stable: bool, num_states: int, gates: Any, num_inputs: int, zero: jax.Array) -> list[States]:
+    """The rows of A_t, whose columns are the steps of unit vectors without input; zero: the like of a state's plane."""
 
-    def unit(j: int) -> States:
-        return tuple(Spectrum(zero + 1 if i == j else zero, zero) for i in range(num_states))
+    def column(j: int) -> States:
+        unit = tuple(Spectrum(zero + 1 if i == j else zero, zero) for i in range(num_states))
+        return step(unit, gates, _zeros(num_inputs, zero))
 
-    return [step(unit(j), gates, _zeros(num_inputs, zero)) for j in range(num_states)]
+    rows = list(zip(*(column(j) for j in range(num_states)), strict=True))
+    return [tuple(scale(_factor(row), a) for a in row) for row in rows] if stable else rows
+
+
+def _factor(row: States) -> jax.Array:
+    return 1.0 / jnp.maximum(total([magnitude(a) for a in row]), 1.0)
 
 
 def _zeros(count: int, zero: jax.Array) -> States:
     return (Spectrum(zero, zero),) * count
 
 
-def _reference(step, start, gates, inputs, still, last_only):
+def _reference(step, stable, start, gates, inputs, still, last_only):
+    step = stable_step(step) if stable else step
     last, states = _loop(step, start, gates, inputs, still, last_only)
     return jax.tree.map(lambda s: s[None], last) if last_only else states
 
 
-def _chunked(step, start, gates, inputs, still, last_only):
+def _chunked(step, stable, start, gates, inputs, still, last_only):
+    step = stable_step(step) if stable else step
     num_steps = jax.tree.leaves(gates)[0].shape[0]
     size = math.isqrt(num_steps)
     whole = num_steps // size * size
@@ -133,13 +138,12 @@ def _loop(step, start, gates, inputs, still, last_only):
     return jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
 
 
-def _associative(step, start, gates, inputs, still, last_only):
+def _associative(step, stable, start, gates, inputs, still, last_only):
     num_steps, n = jax.tree.leaves(gates)[0].shape[0], len(start)
     if still:
         inputs = jax.tree.map(lambda u: jnp.broadcast_to(u, (num_steps, *u.shape[1:])), inputs)
     zero = jnp.zeros(inputs[0].re.shape, start[0].re.dtype)
-    columns = _columns(step, n, gates, len(inputs), zero)
-    matrix = [[columns[j][i] for j in range(n)] for i in range(n)]  # [row][column]
+    matrix = _matrix(step, stable, n, gates, len(inputs), zero)
     vector = list(step(_zeros(n, zero), gates, inputs))
     matrix, vector = jax.tree.map(lambda s: s.astype(zero.dtype), (matrix, vector))
     _, states = jax.lax.associative_scan(_compose, (matrix, vector), axis=0)
@@ -156,21 +160,19 @@ def _compose(earlier, later):
     return product, vector
 
 
-def _goom(step, start, gates, inputs, still, last_only):
-    states = _reference(_log_step(step), _to_goom(start), gates, inputs, still, last_only)
+def _goom(step, stable, start, gates, inputs, still, last_only):
+    states = _reference(_log_step(step, stable), False, _to_goom(start), gates, inputs, still, last_only)
     return tuple(goom.from_goom(state) for state in states)
 
 
-def _log_step(step: Step):
+def _log_step(step: Step, stable: bool):
     """The step on states in log space: its matrix times h, plus its input, term by term."""
 
     def log_step(h: tuple[goom.Goom, ...], gates: Any, inputs: States) -> tuple[goom.Goom, ...]:
         zero = jnp.zeros_like(h[0].log)
-        columns = [_to_goom(column) for column in _columns(step, len(h), gates, len(inputs), zero)]
+        matrix = [_to_goom(row) for row in _matrix(step, stable, len(h), gates, len(inputs), zero)]
         driven = _to_goom(step(_zeros(len(h), zero), gates, inputs))
-        carried = [
-            [goom.multiply(column[i], state) for column, state in zip(columns, h, strict=True)] for i in range(len(h))
-        ]
+        carried = [[goom.multiply(a, state) for a, state in zip(row, h, strict=True)] for row in matrix]
         return tuple(goom.add(*terms, u) for terms, u in zip(carried, driven, strict=True))
 
     return log_step

@@ -11,7 +11,7 @@ from cssm.goom import ceiling
 from cssm.scan import linear_scan
 from cssm.spectral import Spectrum, add, multiply, scale
 
-B, T, F, C = 2, 5, 3, 4
+B, T, F, C = 2, 7, 3, 4  # 7 = 3 chunks of 2 steps and one that is left
 METHODS = ("reference", "chunked", "associative", "goom")
 
 
@@ -29,8 +29,16 @@ def planes(z):
     return Spectrum(jnp.asarray(z.real), jnp.asarray(z.imag))
 
 
-@functools.partial(jax.jit, static_argnames=("method", "last_only"))
-def run(k, gates, inputs, method, last_only=False):
+def on_device(k, gates, inputs):
+    return planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs))
+
+
+def number(state):
+    return np.asarray(state.re) + 1j * np.asarray(state.im)
+
+
+@functools.partial(jax.jit, static_argnames=("method", "last_only", "stable"))
+def run(k, gates, inputs, method, last_only=False, stable=False):
     def step(h, g, u):
         x, y = h
         return (
@@ -38,16 +46,18 @@ def run(k, gates, inputs, method, last_only=False):
             add(multiply(k, x), scale(g["b"], y), scale(g["a"], u[1])),
         )
 
-    return linear_scan(step, 2, gates, inputs, method, last_only)
+    return linear_scan(step, 2, gates, inputs, method, last_only, stable)
 
 
-def loop(k, gates, inputs):
+def loop(k, gates, inputs, stable=False):
     """Explicit 2 x 2 matrices, numpy complex128: [B, T, F, C, 2]."""
     state, states = np.zeros((B, F, C, 2), complex), []
     for t in range(gates["a"].shape[1]):
         a, b = gates["a"][:, t], gates["b"][:, t]
         ones = np.ones((B, F, C))
         matrix = np.stack([np.stack([a * ones, -k * b], -1), np.stack([k * ones, b * ones], -1)], -2)
+        if stable:
+            matrix /= np.maximum(np.abs(matrix).sum(-1, keepdims=True), 1)
         now = [u[:, t if u.shape[1] > 1 else 0] for u in inputs]
         state = np.einsum("...ij,...j->...i", matrix, state) + np.stack([now[0], a * now[1]], -1)
         states.append(state)
@@ -55,51 +65,69 @@ def loop(k, gates, inputs):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("still", [False, True])
-def test_values_are_those_of_explicit_matrices(method, still):
+@pytest.mark.parametrize("still,stable", [(False, False), (True, True)])
+def test_values_are_those_of_explicit_matrices(method, still, stable):
     k, gates, inputs = problem(still=still)
-    want = loop(k, gates, inputs)
+    want = loop(k, gates, inputs, stable)
     with jax.enable_x64(True):
-        got = run(planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)), method)
+        got = run(*on_device(k, gates, inputs), method, stable=stable)
         for i, state in enumerate(got):
-            np.testing.assert_allclose(np.asarray(state.re) + 1j * np.asarray(state.im), want[..., i], atol=1e-12)
+            np.testing.assert_allclose(number(state), want[..., i], atol=1e-12)
+    assert not stable or np.abs(want - loop(k, gates, inputs)).max() > 0.1
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_last_only_is_the_last_step(method):
+def test_later_inputs_never_change_earlier_states(method):
     k, gates, inputs = problem()
-    args = (planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)), method)
-    whole, last = run(*args), run(*args, last_only=True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:, -1:], b, rtol=1e-6, atol=1e-6), whole, last)
-
-
-def gradients(k, gates, inputs, method, last_only=False):
-    def loss(k, gates, inputs):
-        return sum(jnp.sum(jnp.sin(p)) for s in run(k, gates, inputs, method, last_only) for p in s)
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(k, gates, inputs)
-
-
-def test_gradients_match_finite_differences():
-    k, gates, inputs = problem(seed=3)
+    later = (np.arange(T) >= 4)[:, None, None]
     with jax.enable_x64(True):
-        args = (jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)), "reference")
-        value, (of_k, _, _) = gradients(planes(k), *args)
+        want = run(*on_device(k, gates, inputs), method)
+        other = {name: np.where(later, 0.5 * g, g) for name, g in gates.items()}
+        got = run(*on_device(k, other, [np.where(later, -u, u) for u in inputs]), method)
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(number(b)[:, :4], number(a)[:, :4], atol=1e-14)
+            assert np.abs(number(b) - number(a))[:, 4:].min() > 1e-3
+
+
+def test_last_only_is_the_last_step():
+    args = on_device(*problem())
+    whole, last = run(*args, "reference"), run(*args, "reference", last_only=True)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, -1:], b), whole, last)
+
+
+@functools.partial(jax.jit, static_argnames=("method", "last_only", "stable"))
+@functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+def gradients(k, gates, inputs, method, last_only=False, stable=False):
+    return sum(jnp.sum(jnp.sin(p)) for s in run(k, gates, inputs, method, last_only, stable) for p in s)
+
+
+@pytest.mark.parametrize("stable", [False, True])
+def test_gradients_match_finite_differences(stable):
+    args = problem(seed=3)
+    with jax.enable_x64(True):
+        value, (of_k, _, _) = gradients(*on_device(*args), "reference", stable=stable)
         small = 1e-6
         for at in [(0, 0), (2, 3)]:
-            bumped = Spectrum(planes(k).re.at[at].add(small), planes(k).im)
-            np.testing.assert_allclose(of_k.re[at], (gradients(bumped, *args)[0] - value) / small, rtol=1e-4)
+            moved = args[0].copy()
+            moved[at] += small
+            slope = (gradients(*on_device(moved, *args[1:]), "reference", stable=stable)[0] - value) / small
+            np.testing.assert_allclose(of_k.re[at], slope, rtol=1e-4)
 
 
-@pytest.mark.parametrize("still,last_only", [(False, False), (True, True)])
-@pytest.mark.parametrize("steps", [1, 7])  # 7 = 3 chunks of 2 steps and one that is left
-def test_gradients_of_all_methods_agree(steps, still, last_only):
-    k, gates, inputs = problem(3, still, steps)
+@pytest.mark.parametrize(
+    "methods,steps,still,last_only,stable",
+    [
+        (("chunked", "associative", "goom"), T, False, False, False),
+        (("chunked", "goom"), T, True, True, True),
+        (("chunked",), 1, False, False, False),
+    ],
+)
+def test_gradients_of_all_methods_agree(methods, steps, still, last_only, stable):
     with jax.enable_x64(True):
-        args = (planes(k), jax.tree.map(jnp.asarray, gates), tuple(map(planes, inputs)))
-        want = gradients(*args, "reference", last_only)
-        for method in METHODS[1:]:
-            got = gradients(*args, method, last_only)
+        args = on_device(*problem(3, still, steps))
+        want = gradients(*args, "reference", last_only, stable)
+        for method in methods:
+            got = gradients(*args, method, last_only, stable)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11, rtol=1e-11), want, got)
 
 
@@ -107,11 +135,17 @@ def test_exact_zeros_keep_their_gradients_in_log_space():
     """Inputs and couplings of zero: the published floor loses their gradients."""
     k, gates, inputs = problem(seed=4)
     with jax.enable_x64(True):
-        zeros = tuple(planes(0 * u) if i else planes(u) for i, u in enumerate(inputs))
-        args = (planes(0 * k), jax.tree.map(jnp.asarray, gates), zeros)
+        args = on_device(0 * k, gates, [inputs[0], 0 * inputs[1]])
         want, got = gradients(*args, "reference"), gradients(*args, "goom")
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), want, got)
         assert np.abs(want[1][0].re).min() > 1e-3
+
+
+def test_a_stable_step_has_gradients_where_couplings_are_zero():
+    k, gates, inputs = problem(seed=4)
+    with jax.enable_x64(True):
+        _, grads = gradients(*on_device(0 * k, {n: 2 * g for n, g in gates.items()}, inputs), "reference", stable=True)
+        assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
 
 
 def residual_bytes(method, steps, last_only=True, wide=64):
@@ -155,10 +189,10 @@ def test_log_space_stays_finite_where_the_plain_recurrence_overflows():
     k, gates, inputs = problem(6, still=True, T=1024)
     k = 1.1 * np.exp(1j * np.angle(k))
     want = loop(k, gates, inputs)[:, -1]
-    args = jax.tree.map(jnp.float32, (planes(k), gates, tuple(map(planes, inputs))))
+    args = on_device(k, gates, inputs)
     plain, got = (run(*args, method, last_only=True) for method in ("reference", "goom"))
     for i, (overflown, state) in enumerate(zip(plain, got, strict=True)):
-        state = np.asarray(state.re)[:, 0] + 1j * np.asarray(state.im)[:, 0]
+        state = number(state)[:, 0]
         far, near = np.abs(want[..., i]) > 1e39, np.abs(want[..., i]) < 1e17
         assert far.sum() > 10 and near.sum() > 3
         assert not np.isfinite(overflown.re[:, 0][far]).any()
