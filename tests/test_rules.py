@@ -233,6 +233,20 @@ def test_a_kernel_larger_than_the_map_only_warns(settings, side):
     assert sentence.startswith(f"--kernel_size {side + 1} is larger than the {side}x{side} map")
 
 
+def test_a_stable_transition_is_for_what_has_one_and_needless_where_it_is_a_contraction():
+    for name in KNOBS["cssm"].choices:
+        if name in ("s4nd", "spatial_attn", "spatiotemporal_attn"):
+            assert refusal(cssm=name, stable_transition=True).startswith(
+                f"--stable_transition does not apply with --cssm {name}: it needs --cssm hgru_bi or hgru or "
+            )
+            continue
+        notes = warnings_for(Config(cssm=name, stable_transition=True))
+        needless = name in ("gated", "gdn", "no_gate", "no_fft", "conv_ssm", "standard")
+        assert notes == [f"{name} is a contraction already, --stable_transition changes nothing"] * needless
+    assert refusal(arch="baseline", stable_transition=True).startswith("--stable_transition does not apply with --arch")
+    assert warnings_for(Config(cssm="gdn", spectral_clip=False, stable_transition=True)) == []
+
+
 def test_a_kernel_larger_than_the_map_of_a_stage_warns_if_the_stage_has_one():
     sizes = {"dims": "8,8,8", "depths": "1,1,1", "stem_stride": 2, "image_size": 16}
     assert warnings_for(Config(arch="convnext", kernel_size=2, **sizes)) == []
