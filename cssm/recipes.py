@@ -60,7 +60,7 @@ _LARGE = _TRUNK | {
 }
 
 # The convolutions of these trunks tell positions.
-_CONVNEXT_NANO = _NANO | {"pos_embed": "none", "dims": "32,64", "depths": "1,1"}
+_CONVNEXT_NANO = _NANO | {"pos_embed": "none", "dims": "32,64", "depths": "1,1", "kernel_size": 7}
 _CONVNEXT_TINY = _LARGE | {"pos_embed": "none", "kernel_size": 7, "num_heads": 3}
 _SHVIT: Row = {"pos_embed": "none", "norm_type": "batch", "kernel_size": 3}
 _SHVIT_NANO = _NANO | _SHVIT | {"dims": "16,32,64", "depths": "1,1,1"}
@@ -92,11 +92,14 @@ PRESETS: dict[str, dict[str, dict[str, Row]]] = {
     "vit": _VIT,
     "baseline": _VIT,
     "convnext": {
-        "nano": {"digits": _CONVNEXT_NANO | {"epochs": 12}, "pathfinder": _CONVNEXT_NANO | {"epochs": 20}},
+        "nano": {
+            "digits": _CONVNEXT_NANO | {"kernel_size": 3, "epochs": 16},
+            "pathfinder": _CONVNEXT_NANO | {"epochs": 20},
+        },
         "tiny": _staged(_CONVNEXT_TINY, "96,192,384,768", "1,1,1,1"),
     },
     "shvit": {
-        "nano": {"digits": _SHVIT_NANO | {"epochs": 12}, "pathfinder": _SHVIT_NANO | {"epochs": 20}},
+        "nano": {"digits": _SHVIT_NANO | {"stem_stride": 1, "epochs": 12}, "pathfinder": _SHVIT_NANO | {"epochs": 20}},
         "s1": _staged(_SHVIT_LARGE, "64,128,256,384", "1,2,2,1"),
         "s2": _staged(_SHVIT_LARGE, "96,192,320,448", "1,2,3,1"),
         "s3": _staged(_SHVIT_LARGE, "112,224,352,480", "1,2,4,1"),
