@@ -19,6 +19,9 @@ WHOLE = ("lamb", "muon")
 
 # Cells whose transition lengthens no state, gdn as long as its kernels are bounded (docs/math.md).
 CONTRACTIONS = ("gated", "gdn", "no_gate", "no_fft", "conv_ssm", "standard")
+# Cells whose states may grow by a factor of up to 3 a step; over MANY_STEPS that is 3e30, and float32 ends at 3e38.
+GROWING = ("hgru_bi", "hgru", "opponent", "transformer", "mult_transformer")
+MANY_STEPS = 64
 
 # Choices that depend on the architecture; an architecture that is not named has them all.
 _BY_ARCH = {
@@ -195,13 +198,17 @@ def _check_image(config: "Config") -> None:
 
 def warnings_for(config: "Config") -> list[str]:
     """What is allowed but may not be meant, one sentence each."""
-    return [*_cropped_kernels(config), *_bounded_already(config)]
+    return [*_cropped_kernels(config), *_growing_states(config)]
 
 
-def _bounded_already(config: "Config") -> list[str]:
-    if not config.stable_transition or config.cssm not in CONTRACTIONS or not config.spectral_clip:
-        return []
-    return [f"{config.cssm} is a contraction already, --stable_transition changes nothing"]
+def _growing_states(config: "Config") -> list[str]:
+    steps, contracts = config.seq_len or 0, config.cell in CONTRACTIONS and config.spectral_clip
+    if config.stable_transition and contracts:
+        return [f"{config.cell} is a contraction already, --stable_transition changes nothing"]
+    grows = config.cell in GROWING or (config.cell == "gdn" and not contracts)
+    if grows and steps > MANY_STEPS and not config.stable_transition and config.scan != "goom":
+        return [f"states of {config.cell} may overflow over {steps} steps: --stable_transition keeps them bounded"]
+    return []
 
 
 def _cropped_kernels(config: "Config") -> list[str]:

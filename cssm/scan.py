@@ -8,9 +8,10 @@ function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; a
                   between two of them again: one more forward pass, and 2 sqrt(T) states in memory instead of T
     associative   prefix products of the matrices (columns of A_t = step of unit vectors): O(log T) depth, n^2 memory
     goom          lax.scan over T in log space, where nothing overflows within the scan (cssm.goom); slow
+    auto          reference up to 64 steps, chunked beyond
 
-All give the same numbers to rounding, goom within its floor and ceiling; "auto" is reference. The carry is float32
-(float64 for float64 inputs) whatever the inputs are.
+All give the same numbers to rounding, goom within its floor and ceiling. The carry is float32 (float64 for float64
+inputs) whatever the inputs are.
 
 What lies within a step is computed again in the backward pass by all but associative. For T states that are all read,
 chunked keeps those T, as its result, where reference keeps them once more; with last_only, and a still image, nothing
@@ -95,9 +96,9 @@ def _zeros(count: int, zero: jax.Array) -> States:
     return (Spectrum(zero, zero),) * count
 
 
-def _reference(step, stable, start, gates, inputs, still, last_only):
+def _reference(step, stable, start, gates, inputs, still, last_only, unrolled=16):
     step = stable_step(step) if stable else step
-    last, states = _loop(step, start, gates, inputs, still, last_only)
+    last, states = _loop(step, start, gates, inputs, still, last_only, unrolled)
     return jax.tree.map(lambda s: s[None], last) if last_only else states
 
 
@@ -120,8 +121,8 @@ def _chunked(step, stable, start, gates, inputs, still, last_only):
     return jax.tree.map(lambda s: s[None], last) if last_only else states
 
 
-def _loop(step, start, gates, inputs, still, last_only):
-    """(the last states, all of them or None)."""
+def _loop(step, start, gates, inputs, still, last_only, unrolled=16):
+    """(the last states, all of them or None); up to `unrolled` steps are unrolled where that is faster."""
     num_steps = jax.tree.leaves(gates)[0].shape[0]
     constant = jax.tree.map(lambda u: u[0], inputs) if still else None
 
@@ -134,7 +135,7 @@ def _loop(step, start, gates, inputs, still, last_only):
     # Only the states are kept for the backward pass; what lies between them is computed again.
     body = jax.checkpoint(body, prevent_cse=False)
     # A GPU wants the loop unrolled (one fused program); on a CPU a rolled loop is many times faster.
-    unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= 16 else 1
+    unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= unrolled else 1
     return jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
 
 
@@ -161,7 +162,8 @@ def _compose(earlier, later):
 
 
 def _goom(step, stable, start, gates, inputs, still, last_only):
-    states = _reference(_log_step(step, stable), False, _to_goom(start), gates, inputs, still, last_only)
+    # A step is large here: unrolled, it would take long to compile.
+    states = _reference(_log_step(step, stable), False, _to_goom(start), gates, inputs, still, last_only, unrolled=1)
     return tuple(goom.from_goom(state) for state in states)
 
 
@@ -182,8 +184,13 @@ def _to_goom(states: States) -> tuple[goom.Goom, ...]:
     return tuple(goom.to_goom(state) for state in states)
 
 
+def _auto(step, stable, start, gates, inputs, still, last_only):
+    run = _chunked if jax.tree.leaves(gates)[0].shape[0] > 64 else _reference
+    return run(step, stable, start, gates, inputs, still, last_only)
+
+
 _RUNS = {
-    "auto": _reference,
+    "auto": _auto,
     "reference": _reference,
     "chunked": _chunked,
     "associative": _associative,

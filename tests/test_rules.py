@@ -247,6 +247,16 @@ def test_a_stable_transition_is_for_what_has_one_and_needless_where_it_is_a_cont
     assert warnings_for(Config(cssm="gdn", spectral_clip=False, stable_transition=True)) == []
 
 
+@pytest.mark.parametrize("cell", ["hgru_bi", "hgru", "opponent", "transformer", "mult_transformer", "gdn"])
+def test_many_steps_of_what_may_grow_lead_to_the_stable_transition(cell):
+    settings = {"cssm": cell, "spectral_clip": cell != "gdn"}
+    (sentence,) = warnings_for(Config(**settings, seq_len=65))
+    assert sentence == f"states of {cell} may overflow over 65 steps: --stable_transition keeps them bounded"
+    for others in ({"seq_len": 64}, {"seq_len": 65, "stable_transition": True}, {"seq_len": 65, "scan": "goom"}):
+        assert warnings_for(Config(**settings, **others)) == []
+    assert warnings_for(Config(cssm="add_kqv", seq_len=1024)) == []
+
+
 def test_a_kernel_larger_than_the_map_of_a_stage_warns_if_the_stage_has_one():
     sizes = {"dims": "8,8,8", "depths": "1,1,1", "stem_stride": 2, "image_size": 16}
     assert warnings_for(Config(arch="convnext", kernel_size=2, **sizes)) == []

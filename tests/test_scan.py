@@ -165,6 +165,7 @@ def test_chunked_keeps_sqrt_t_states_and_reference_t():
     for steps in (64, 256, 1024):
         assert residual_bytes("reference", steps) >= steps * state
         assert residual_bytes("chunked", steps) <= (steps**0.5 + 4) * state
+        assert residual_bytes("auto", steps) == residual_bytes("chunked" if steps > 64 else "reference", steps)
 
 
 @pytest.mark.parametrize("method,growth", [("reference", 16), ("chunked", 4)])

@@ -28,7 +28,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("use_ssd", "scan_mode"), "choose how time is scanned with --scan reference, chunked, associative or goom"
     ),
-    "ssd_chunk_size": "--scan chunked takes chunks of sqrt(seq_len) steps",
+    "ssd_chunk_size": "type --scan chunked, whose chunks are of sqrt(seq_len) steps",
     **dict.fromkeys(
         ("mixing", "block_size"), "kernels act on each channel, and projections mix channels: leave it out"
     ),
