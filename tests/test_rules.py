@@ -130,7 +130,7 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             "--pos_embed mrope is not for --late_mixer attention: type none or learnable",
         ),
         (
-            {"arch": "shvit", "dims": "8,16,32,64", "depths": "1,1,1,1", "image_size": 8},
+            {"arch": "shvit", "dims": "8,16,32,64", "depths": "1,1,1,1", "image_size": 8, "stem_stride": 2},
             "--image_size 8 leaves a map of 1x1 before the last of 4 stages (stride 2 by --stem_stride): type "
             "--image_size 9 or more, a smaller --stem_stride, or fewer --dims and --depths",
         ),
