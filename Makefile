@@ -25,7 +25,7 @@ train: $(VENV)/.$(RUNTIME)-$(VERSION)
 	$(RUN) main.py $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
-	$(RUN) -m pytest -q -m "not slow" $(ARGS)
+	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker

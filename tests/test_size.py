@@ -1,5 +1,6 @@
 """--target_params finds a size of the real model, keeps what is given, and says what there is where there is none."""
 
+import re
 import dataclasses
 
 import jax
@@ -42,10 +43,10 @@ def test_parameters_are_counted_as_they_are_made():
     "settings",
     [
         {"target_params": "20k"},
-        {"target_params": 30_000, "dataset": "pathfinder"},
+        pytest.param({"target_params": 30_000, "dataset": "pathfinder"}, marks=pytest.mark.slow),
         {"target_params": "300k", "arch": "baseline"},
         pytest.param({"target_params": "100k", "arch": "vit", "preset": "tiny"}, marks=pytest.mark.slow),
-        {"target_params": "100k", "arch": "convnext"},
+        pytest.param({"target_params": "100k", "arch": "convnext"}, marks=pytest.mark.slow),
         pytest.param({"target_params": "200k", "arch": "convnext", "preset": "tiny"}, marks=pytest.mark.slow),
         pytest.param({"target_params": "1M", "arch": "shvit"}, marks=pytest.mark.slow),
         pytest.param({"target_params": "10M", "arch": "shvit", "preset": "s4"}, marks=pytest.mark.slow),
@@ -95,6 +96,7 @@ def test_other_settings_bound_the_size():
     assert found(arch="baseline", temporal_attn_every=4, target_params="30k").depth >= 4
 
 
+@pytest.mark.slow
 def test_stages_keep_their_proportions_and_depths():
     config = found(arch="convnext", target_params="300k")
     widths = [int(width) for width in config.dims.split(",")]
@@ -104,7 +106,10 @@ def test_stages_keep_their_proportions_and_depths():
     widths = [int(width) for width in config.dims.split(",")]
     assert config.depths == "2,1,1" and widths[2] / widths[0] == pytest.approx(4, rel=0.1)
     assert "--depths 1,x: must be whole numbers" in refused(arch="convnext", depths="1,x", target_params="300k")
-    assert "dims 32,64 makes 96," in refused(arch="convnext", dims="32,64", target_params="300k")
+    assert re.search(
+        r"dims 32,64 makes [\d,]+ parameters, which is not within 5%",
+        refused(arch="convnext", dims="32,64", target_params="300k"),
+    )
 
 
 def test_where_there_is_no_such_size_the_nearest_are_named():
