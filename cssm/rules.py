@@ -19,7 +19,7 @@ WHOLE = ("lamb", "muon")
 
 # Cells whose transition lengthens no state, gdn as long as its kernels are bounded (docs/math.md).
 CONTRACTIONS = ("gated", "gdn", "no_gate", "no_fft", "conv_ssm", "standard")
-# Cells whose states may grow by a factor of up to 3 a step; over MANY_STEPS that is 3e30, and float32 ends at 3e38.
+# Cells whose states may grow, mostly by less than 3 a step; over MANY_STEPS that is 3e30, and float32 ends at 3e38.
 GROWING = ("hgru_bi", "hgru", "opponent", "transformer", "mult_transformer")
 MANY_STEPS = 64
 
