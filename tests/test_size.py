@@ -1,7 +1,7 @@
 """--target_params finds a size of the real model, keeps what is given, and says what there is where there is none."""
 
-import re
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
