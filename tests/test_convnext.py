@@ -59,9 +59,15 @@ def test_every_step_passes_every_block_and_the_last_is_read(images, steps):
     assert seen(MLP, frames, PURE, images, n_register_tokens=2) == [5, 5, 1]
     # A convolution comes before the first cell: it sees a still image once.
     assert seen(MLP, frames, HYBRID, images) == [steps, 3, 3]
+
+
+@pytest.mark.parametrize("how,steps", [({}, 1), ({"frame_readout": "all"}, 3)])
+def test_steps_that_are_read_are_pooled_and_registers_are_not(how, steps, monkeypatch):
     pooled = []
-    seen(nn.Dense, lambda m, x: pooled.append(x.shape) if m.name == "head" else None, HYBRID, frame_readout="all")
-    assert pooled == [(2, 6)]
+    pool = blocks.pool
+    monkeypatch.setattr(blocks, "pool", lambda x, kind: pooled.append(x.shape) or pool(x, kind))
+    variables_of(dataclasses.replace(PURE, n_register_tokens=2, **how), STILL)
+    assert pooled == [(2, steps, 2, 2, 6)]
 
 
 def test_the_stem_sees_no_frame_that_no_step_shows():
