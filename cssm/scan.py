@@ -121,7 +121,7 @@ def _chunked(step, stable, start, gates, inputs, still, last_only):
     return jax.tree.map(lambda s: s[None], last) if last_only else states
 
 
-def _loop(step, start, gates, inputs, still, last_only, unrolled=16):
+def _loop(step, start, gates, inputs, still, last_only, unrolled=16) -> tuple[Any, Any]:
     """(the last states, all of them or None); up to `unrolled` steps are unrolled where that is faster."""
     num_steps = jax.tree.leaves(gates)[0].shape[0]
     constant = jax.tree.map(lambda u: u[0], inputs) if still else None

@@ -102,3 +102,13 @@ def test_kernels_are_bounded_spectra_of_the_flattened_map(domain, key):
 def test_raw_xavier_has_the_spread_of_the_raw_shape(key):
     sample = core.xavier_normal_raw(key, (64, 11, 11))
     np.testing.assert_allclose(float(sample.std()), 1 / np.sqrt(64 * 11), rtol=0.03)
+
+
+@pytest.mark.parametrize("gate_type", ["dense", "factored"])
+def test_memory_for_the_gradients_of_gates_does_not_grow_with_the_square_of_their_number(gate_type):
+    names = tuple("abcdefgh")
+    gates, context = core.FrequencyGates(names, gate_type), jnp.ones((1, 64, 4))
+    loss = lambda p: sum(jnp.sum(jnp.sin(i * g)) for i, g in enumerate(gates.apply(p, context, 16, 16).values()))
+    params = gates.init(jax.random.key(0), context, 16, 16)
+    temporary = jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < len(names) / 2 * (4 * len(names) * 64 * 16 * 9)
