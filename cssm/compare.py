@@ -10,6 +10,7 @@ from typing import IO, Any
 from cssm.config import KNOBS, UserError
 
 EVENTS = "metrics.jsonl"
+_OF_A_STEP = ("step", "eval", "checkpoint")
 SCHEMA = 1
 # Field: its heading, and how it is written.
 COLUMNS = {
@@ -21,17 +22,22 @@ COLUMNS = {
     "best_val": ("best val", "{:.3f}"),
     "test": ("test", "{:.3f}"),
 }
-# Settings that say where a run was computed and what it told of itself, not what was trained.
+# Settings that say where a run was computed and what it told of itself, not what was trained; and those that make up
+# the batch, which are others after a run went on.
 _ASIDE = {n for n, knob in KNOBS.items() if knob.resume == "fresh" or knob.group in ("checkpoints", "reporting")}
+_ASIDE |= {"batch_size", "global_batch_size", "grad_accum"}
 # What must agree for times to be comparable: fields of the config event.
 _CONDITIONS = ("platform", "devices", "effective_batch", "dataset", "image_shape")
+# The share of a step spent waiting for data from which on its time no longer tells what it computes.
+_MUCH_WAITING = 0.05
 
 
 @dataclass
 class Record:
     """What a run's events tell; None where they do not. Times in milliseconds, accuracies in 0 .. 1.
 
-    step_ms: median over the logged intervals but the first, in which programs are loaded, without waiting for data.
+    step_ms: wall time of a step, median over the logged intervals but each start's first, which holds the loading of
+    programs. What was waited for data is part of it: most of that passes while the devices still compute.
     """
 
     name: str
@@ -45,7 +51,8 @@ class Record:
     @property
     def settings(self) -> dict[str, Any]:
         """Those that tell runs apart."""
-        return {name: value for name, value in self.facts["config"].items() if name not in _ASIDE}
+        found = {name: value for name, value in self.facts["config"].items() if name not in _ASIDE}
+        return found | {"effective_batch": self.facts.get("effective_batch")}
 
 
 def compare(paths: Sequence[str], stream: IO[str] | None = None) -> None:
@@ -59,7 +66,9 @@ def compare(paths: Sequence[str], stream: IO[str] | None = None) -> None:
     records = [read_run(directory) for path in paths for directory in _directories(Path(path))]
     if stream is not None:
         for record in records:
-            values = {"run": record.name, **_values(record, records[0]), "settings": record.settings}
+            conditions = {name: record.facts.get(name) for name in _CONDITIONS}
+            values = {"run": record.name, **_values(record, records[0]), **conditions}
+            values |= {"settings": record.settings, "notes": record.notes}
             stream.write(json.dumps(values) + "\n")
         return
     print(table(records))
@@ -68,28 +77,47 @@ def compare(paths: Sequence[str], stream: IO[str] | None = None) -> None:
 
 
 def read_run(directory: Path) -> Record:
-    """The record of one run. Of a run that was resumed, the last configuration holds."""
+    """The record of one run. Of a run that was resumed, the last configuration holds. Raises UserError."""
     events, notes = _events(directory / EVENTS)
     configs = [event for event in events if event["event"] == "config"]
     if not configs:
         raise UserError(f"{directory / EVENTS} holds no config event: the run ended before it began, leave it out")
-    steps = [event for event in events if event["event"] == "step"]
-    rates = [event["step_ms"] - event["data_wait_ms"] for event in steps if "step_ms" in event][1:]
-    evals = {
-        split: [e["accuracy"] for e in events if e["event"] == "eval" and e["split"] == split] for split in _SPLITS
-    }
+    numbers = [event["step"] for event in events if event["event"] in _OF_A_STEP and "step" in event]
+    step_ms, share = _pace(events)
+    if share > _MUCH_WAITING:
+        notes.append(f"{directory.name} waited for data {share:.0%} of the time: its computing takes less than step ms")
+    if events[-1]["event"] == "error":
+        notes.append(f"{directory.name} ended in an error: {events[-1].get('message')}")
+    vals, tests = _accuracies(events, "val"), _accuracies(events, "test")
     return Record(
         name=directory.name,
-        facts=configs[-1],
-        steps=max((event["step"] for event in steps), default=None),
-        step_ms=median(rates) if rates else None,
-        best_val=max(evals["val"], default=None),
-        test=evals["test"][-1] if evals["test"] else None,
+        facts={"config": {}} | configs[-1],
+        steps=max(numbers, default=None),
+        step_ms=step_ms,
+        best_val=max(vals, default=None),
+        test=tests[-1] if tests else None,
         notes=notes,
     )
 
 
-_SPLITS = ("val", "test")
+def _pace(events: Sequence[dict[str, Any]]) -> tuple[float | None, float]:
+    """(milliseconds of a step, share of them spent waiting for data), see Record.step_ms."""
+    steady, starting = [], True
+    for event in events:
+        if event["event"] == "config":
+            starting = True
+        elif event["event"] == "step" and "step_ms" in event:
+            steady += [] if starting else [event]
+            starting = False
+    if not steady:
+        return None, 0.0
+    step_ms = median(event["step_ms"] for event in steady)
+    return step_ms, median(event.get("data_wait_ms", 0.0) for event in steady) / step_ms
+
+
+def _accuracies(events: Sequence[dict[str, Any]], split: str) -> list[float]:
+    chosen = (event for event in events if event["event"] == "eval" and event.get("split") == split)
+    return [event["accuracy"] for event in chosen if isinstance(event.get("accuracy"), float | int)]
 
 
 def table(records: Sequence[Record]) -> str:
@@ -134,13 +162,12 @@ def differences(records: Sequence[Record]) -> list[str]:
 
 
 def _values(record: Record, baseline: Record) -> dict[str, Any]:
-    known = record.step_ms is not None and baseline.step_ms
     return {
         "num_params": record.facts.get("num_params"),
         "flops_per_image": record.facts.get("flops_per_image"),
         "steps": record.steps,
         "step_ms": record.step_ms,
-        "ratio": record.step_ms / baseline.step_ms if known else None,
+        "ratio": record.step_ms / baseline.step_ms if record.step_ms and baseline.step_ms else None,
         "best_val": record.best_val,
         "test": record.test,
     }
@@ -157,18 +184,15 @@ def _directories(path: Path) -> list[Path]:
 
 
 def _events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """(events, notes). The last line may be half written, where a run was killed."""
-    lines, notes = path.read_text(encoding="utf-8").splitlines(), []
-    events = []
-    for number, line in enumerate(lines, 1):
+    """(events, notes). Where a run was killed, a line may be half written, and the run gone on after it."""
+    events, torn = [], 0
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             event = json.loads(line)
         except json.JSONDecodeError:
-            if number < len(lines):
-                raise UserError(f"{path} line {number} is not JSON: the file is damaged, leave this run out") from None
-            notes.append(f"{path} ends in half a line, which is left out")
+            torn += 1
             continue
         if not isinstance(event, dict) or "event" not in event or event.get("schema", SCHEMA) != SCHEMA:
             raise UserError(f"{path} line {number} is no event of schema {SCHEMA}: another version wrote this run")
         events.append(event)
-    return events, notes
+    return events, [f"{path}: lines left out because they are half written: {torn}"] if torn else []

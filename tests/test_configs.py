@@ -251,6 +251,26 @@ def test_cells_are_trained_once_each_and_compared(tmp_path):
     assert [(row[1], row[4]) for row in rows[1:]] == [("standard", "25"), ("no_gate", "25")]
     assert all(cell != "-" for row in rows for cell in row), "the program's events tell all that the table holds"
     assert outputs[0].count("main.py --checkpoint_dir") == 2 and outputs[0].endswith(outputs[1])
+    result = subprocess.run([*command, "--lr", "1"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and "begun with the flags '--dataset digits" in result.stderr
+
+
+@pytest.mark.parametrize("code, ends", [("0", 0), ("143", 0), ("5", 0), ("3", 3), ("130", 130)])
+def test_a_cell_that_fails_by_itself_does_not_keep_the_others(stub, tmp_path, code, ends):
+    """0: as the comparison ends; nor does one that ran out of its time. Every other failure ends the script."""
+    stub("python", f'echo "$2 $*" >>"{tmp_path}/calls"\n[ "$2" = compare ] || exit {code}')
+    (tmp_path / "output" / "gated").mkdir(parents=True)
+    (tmp_path / "output" / "gated" / "metrics.jsonl").write_text('{"event": "summary"}\n')
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": "python"}
+    command = ["bash", ROOT / "configs/launch/compare_cells.sh", str(tmp_path / "output"), "--lr", "1"]
+    result = subprocess.run(command, env={**environment, "CELLS": "gated gdn hgru", "LIMIT": "60"}, capture_output=True)
+    assert result.returncode == ends
+    calls = (tmp_path / "calls").read_text().splitlines()
+    flags = "--dataset pathfinder --max_steps 500 --lr 1 --headless"
+    trained = [re.fullmatch(rf".* --run_name (\w+) --resume auto --cssm \1 {flags}", call) for call in calls]
+    done = ["gdn", "hgru", None] if ends == 0 else ["gdn"]
+    assert [match and match[1] for match in trained] == done
+    assert ends or calls[-1].startswith("compare main.py compare ")
 
 
 def test_the_script_of_cells_asks_for_a_folder():

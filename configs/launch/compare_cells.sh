@@ -16,6 +16,12 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python
     [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
 fi
+mkdir -p "$folder"
+if [ -f "$folder/flags" ] && [ "$(cat "$folder/flags")" != "$*" ]; then
+    echo "$folder was begun with the flags '$(cat "$folder/flags")': type the same, or another folder" >&2
+    exit 2
+fi
+echo "$*" >"$folder/flags"
 names='from cssm.config import CELLS_NAMES as names; print(*sorted(names, key=lambda name: name != "gated"))'
 read -ra cells <<<"${CELLS:-$("$PYTHON" -c "$names")}"
 
@@ -26,13 +32,13 @@ for cell in "${cells[@]}"; do
     if grep -qs '"event": "summary"' "$run/metrics.jsonl"; then
         continue
     fi
-    flags=(--checkpoint_dir "$folder" --run_name "$cell" --cssm "$cell" --dataset pathfinder --max_steps 500 "$@")
-    if [ -d "$run/checkpoints" ]; then
-        flags=(--resume "$run")
-    fi
+    flags=(--checkpoint_dir "$folder" --run_name "$cell" --resume auto --cssm "$cell")
+    flags+=(--dataset pathfinder --max_steps 500 "$@")
     echo "main.py ${flags[*]}"
-    # 143: stopped at the limit, with everything saved.
-    timeout --preserve-status --signal TERM "${LIMIT:-0}" "$PYTHON" main.py "${flags[@]}" --headless >/dev/null ||
-        [ $? -eq 143 ]
+    code=0
+    ${LIMIT:+timeout --foreground --preserve-status "$LIMIT"} "$PYTHON" main.py "${flags[@]}" --headless >/dev/null ||
+        code=$?
+    # 5: its loss was not finite, which the table tells; 143: stopped at the limit, with everything saved.
+    case $code in 0 | 5 | 143) ;; *) exit "$code" ;; esac
 done
 "$PYTHON" main.py compare "${runs[@]}"
