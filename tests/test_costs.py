@@ -89,6 +89,9 @@ def test_memory_in_words():
     split = memory_lines({**FACTS, "shard": "params", "average_bytes": 512})
     assert [line.endswith("one of 2 parts") for line in split[1:5]] == [True, True, True, False]
     assert "  averaged parameters: 0.5 KiB" in split
+    assert memory_lines({**FACTS, "total_bytes": 2**35})[0] == (
+        "memory of each device: about 32.0 GiB of 16.0 GiB, more than it has"
+    )
     unknown = {**FACTS, "device_table": [{**row, "memory_bytes": None} for row in FACTS["device_table"]]}
     assert memory_lines(unknown)[0] == "memory of each device: about 3.0 GiB"
 

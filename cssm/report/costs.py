@@ -58,6 +58,7 @@ def memory_lines(facts: Row) -> list[str]:
     """What each device holds, in all and by kind."""
     limits = [row["memory_bytes"] for row in facts["device_table"] if row["memory_bytes"]]
     of = f" of {memory_size(min(limits))}" if limits else ""
+    of += ", more than it has" if limits and facts["total_bytes"] > min(limits) else ""
     lines = [f"memory of each device: about {memory_size(facts['total_bytes'])}{of}"]
     split = {"none": (), "optimizer": ("optimizer",), "params": ("parameter", "gradient", "optimizer")}[facts["shard"]]
     notes = dict.fromkeys(split, f", one of {facts['devices']} parts")
