@@ -136,9 +136,7 @@ def _error(devices: Sequence[jax.Device], what: str, *ways: str) -> CollectiveEr
     )
     # The host of one process averages for its own devices only.
     first += (
-        ["whether all processes run and reach each other"]
-        if several
-        else ["--sync_backend cpu to average on the host"]
+        ["whether all processes run and reach each other"] if several else ["--sync_backend cpu to average on the host"]
     )
     *others, last = [*first, *ways]
     advice = f"{', '.join(others)}, or {last}" if others else last

@@ -65,7 +65,8 @@ def test_runs_are_called_by_what_tells_them_apart(tmp_path):
     assert labels([make(cssm="gdn"), make(cssm="hgru", seed=1)]) == ["cssm=gdn seed=0", "cssm=hgru seed=1"]
     assert labels([make(), make()]) == ["e", "f"]
     resumed = make(cssm="hgru", batch_size=None, global_batch_size=32)
-    assert labels([make(cssm="gdn", batch_size=32, global_batch_size=None, delta_key_dim=2), resumed]) == ["gdn", "hgru"]
+    first = make(cssm="gdn", batch_size=32, global_batch_size=None, delta_key_dim=2)
+    assert labels([first, resumed]) == ["gdn", "hgru"]
     other = read_run(run(tmp_path, "i", effective_batch=64))
     assert labels([make(), other]) == ["effective_batch=32", "effective_batch=64"]
 

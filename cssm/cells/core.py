@@ -119,14 +119,14 @@ class SpectralDense(nn.Module):
 class StateReadout(nn.Module):
     """Project n states to C channels (Dense of their concatenation): spectra [B, T, H, Wf, C], or maps [B, T, H, W, C].
 
-    width: of the maps. Of spectra, only frequency (0, 0) sees the bias (SpectralDense).
+    width: of the maps that spectra stand for, of which only frequency (0, 0) sees the bias (SpectralDense).
     """
 
     features: int
     dtype: jnp.dtype | None = None
 
     @nn.compact
-    def __call__(self, states: tuple[Spectrum, ...] | tuple[jax.Array, ...], width: int) -> Spectrum | jax.Array:
+    def __call__(self, states: tuple[Any, ...], width: int) -> Any:
         shape = jax.tree.leaves(states)[0].shape
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
