@@ -28,7 +28,7 @@ test: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev-$(VERSION)
-	$(RUN) -m pytest -q -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker
+	$(RUN) -m pytest -q -m slow -n auto --maxprocesses 8 $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker
 
 lint: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m ruff check
