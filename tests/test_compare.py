@@ -94,9 +94,10 @@ def test_steps_are_counted_beyond_the_last_interval(tmp_path):
 
 
 def test_each_start_has_an_interval_of_loading(tmp_path):
-    directory = run(tmp_path, "a")
-    lines = (directory / "metrics.jsonl").read_text() * 3
-    (directory / "metrics.jsonl").write_text(lines)
+    """Here of three starts, of which two were stopped within it."""
+    directory, brief = run(tmp_path, "a", step_ms=(900.0, 10.0)), run(tmp_path, "b", step_ms=(900.0,))
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write((brief / "metrics.jsonl").read_text() * 2)
     assert read_run(directory).step_ms == 10.0
 
 
