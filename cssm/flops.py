@@ -31,11 +31,12 @@ COMPLEX = {"mul": 6, "div": 11, "abs": 4, "integer_pow": 6}
 # They move numbers, make them from nothing, look at their bits, or send them to other devices.
 FREE = frozenset(
     "all_gather all_to_all and axis_index bitcast_convert_type broadcast_in_dim complex concatenate conj "
-    "convert_element_type copy device_put dynamic_slice dynamic_update_slice gather imag iota name not "
-    "optimization_barrier or pad pbroadcast pmax pmin population_count ppermute psum psum_invariant pvary random_bits "
-    "random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce_and "
-    "reduce_or reduce_precision reduce_scatter reshape rev scatter shift_left shift_right_arithmetic "
-    "shift_right_logical slice sort split squeeze stack stop_gradient transpose unstack xor".split()
+    "convert_element_type copy device_put dynamic_slice dynamic_update_slice gather get imag iota masked_load "
+    "masked_swap name not optimization_barrier or pad pbroadcast pmax pmin population_count ppermute program_id "
+    "psum psum_invariant pvary random_bits random_clone random_fold_in random_gamma random_seed random_split "
+    "random_unwrap random_wrap real reduce_and reduce_or reduce_precision reduce_scatter reshape rev scatter "
+    "shift_left shift_right_arithmetic shift_right_logical slice sort split squeeze stack stop_gradient swap "
+    "transpose unstack xor".split()
 )
 # They count as what is within them.
 CALLS = frozenset("closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2 shard_map".split())
@@ -65,6 +66,8 @@ def _of_equation(equation: Any) -> float:
         return params["length"] * sum(map(_count, inner(equation)))
     if name == "cond":
         return max(map(_count, inner(equation)))
+    if name == "pallas_call":  # as often as there are programs
+        return math.prod(params["grid_mapping"].grid) * sum(map(_count, inner(equation)))
     if name in CALLS:
         return sum(map(_count, inner(equation)))
     if name in FREE:

@@ -8,10 +8,11 @@ function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; a
                   between two of them again: one more forward pass, and 2 sqrt(T) states in memory instead of T
     associative   prefix products of the matrices (columns of A_t = step of unit vectors): O(log T) depth, n^2 memory
     goom          lax.scan over T in log space, where nothing overflows within the scan (cssm.goom); slow
-    auto          reference up to 64 steps, chunked beyond
+    fused         one GPU kernel, whose states stay in registers (cssm.fused)
+    auto          fused where it runs (fused.suits), else reference up to 64 steps and chunked beyond
 
 All give the same numbers to rounding, goom within its floor and ceiling. The carry is float32 (float64 for float64
-inputs) whatever the inputs are.
+inputs) whatever the inputs are; states are returned in the dtype of the inputs.
 
 What lies within a step is computed again in the backward pass by all but associative. For T states that are all read,
 chunked keeps those T, as its result, where reference keeps them once more; with last_only, and a still image, nothing
@@ -25,16 +26,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from cssm import goom
+from cssm import fused, goom
 from cssm.spectral import Spectrum, add, magnitude, multiply, scale, total
 
 States = tuple[Spectrum, ...]
 Step = Callable[[States, Any, States], States]
-Method = Literal["auto", "reference", "chunked", "associative", "goom"]
+Method = Literal["auto", "reference", "chunked", "associative", "goom", "fused"]
 
 
 def linear_scan(
-    step: Step,
+    make_step: Callable[..., Step],
+    constants: Any,
     num_states: int,
     gates: Any,
     inputs: States,
@@ -44,20 +46,34 @@ def linear_scan(
 ) -> States:
     """Run the recurrence over time.
 
-    step: (h, gates_t, inputs_t) -> h. h: `num_states` spectra [B, F, C].
-    gates: pytree of real arrays [B, T, F, 1].
+    make_step(*constants) is the step: (h, gates_t, inputs_t) -> h. h: `num_states` spectra [B, F, C].
+    constants: tuple of arrays or spectra that broadcast to [F, C]; the step closes over no other arrays.
+    gates: pytree of real arrays [B or 1, T, F or 1, C or 1].
     inputs: spectra [B, T, F, C], or [B, 1, F, C] where the input is the same at every t.
     stable: run `stable_step(step)` instead.
     Returns `num_states` spectra [B, T, F, C]; with last_only, [B, 1, F, C] holding t = T - 1.
     """
-    dtype = jnp.promote_types(inputs[0].re.dtype, jnp.float32)
     num_steps = jax.tree.leaves(gates)[0].shape[1]
+    method = choose_method(method, num_steps, num_states, inputs[0].re.dtype)
+    if method == "fused":
+        make = (lambda *parts: stable_step(make_step(*parts))) if stable else make_step
+        return fused.fused_scan(make, constants, num_states, gates, inputs, last_only)
+    dtype = jnp.promote_types(inputs[0].re.dtype, jnp.float32)
     gates = jax.tree.map(lambda g: jnp.moveaxis(g, 1, 0), gates)  # [T, B, F, 1]
     inputs = jax.tree.map(lambda u: jnp.moveaxis(u, 1, 0), inputs)  # [T or 1, B, F, C]
     still = inputs[0].re.shape[0] == 1 and num_steps > 1
     start = _zeros(num_states, jnp.zeros(inputs[0].re.shape[1:], dtype))
-    states = _RUNS[method](step, stable, start, gates, inputs, still, last_only)
+    states = _RUNS[method](make_step(*constants), stable, start, gates, inputs, still, last_only)
     return jax.tree.map(lambda s: jnp.moveaxis(s, 0, 1), states)
+
+
+def choose_method(method: Method, num_steps: int, num_states: int, dtype: jnp.dtype) -> Method:
+    """What "auto" stands for."""
+    if method != "auto":
+        return method
+    if fused.suits(dtype, num_states):
+        return "fused"
+    return "chunked" if num_steps > 64 else "reference"
 
 
 def stable_step(step: Step) -> Step:
@@ -96,10 +112,19 @@ def _zeros(count: int, zero: jax.Array) -> States:
     return (Spectrum(zero, zero),) * count
 
 
-def _reference(step, stable, start, gates, inputs, still, last_only, unrolled=16):
+def _returned(inputs: States) -> Callable[[States], States]:
+    """States as they are returned: in the dtype of the inputs."""
+    dtype = inputs[0].re.dtype
+    return lambda states: jax.tree.map(lambda s: s.astype(dtype), states)
+
+
+def _reference(step, stable, start, gates, inputs, still, last_only):
     step = stable_step(step) if stable else step
-    last, states = _loop(step, start, gates, inputs, still, last_only, unrolled)
-    return jax.tree.map(lambda s: s[None], last) if last_only else states
+    return _states(*_loop(step, start, gates, inputs, still, last_only, _returned(inputs)), _returned(inputs))
+
+
+def _states(last, states, returned):
+    return jax.tree.map(lambda s: s[None], returned(last)) if states is None else states
 
 
 def _chunked(step, stable, start, gates, inputs, still, last_only):
@@ -110,7 +135,7 @@ def _chunked(step, stable, start, gates, inputs, still, last_only):
     timed = (gates, None if still else inputs)
 
     def chunk(h, part):
-        return _loop(step, h, part[0], inputs if still else part[1], still, last_only)
+        return _loop(step, h, part[0], inputs if still else part[1], still, last_only, _returned(inputs))
 
     chunks = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), timed)
     last, states = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), start, chunks)
@@ -118,11 +143,13 @@ def _chunked(step, stable, start, gates, inputs, still, last_only):
     if whole < num_steps:  # fewer than sqrt(T) steps are left: their states may stay
         last, rest = chunk(last, jax.tree.map(lambda a: a[whole:], timed))
         states = jax.tree.map(lambda *parts: jnp.concatenate(parts), states, rest)
-    return jax.tree.map(lambda s: s[None], last) if last_only else states
+    return _states(last, states, _returned(inputs))
 
 
-def _loop(step, start, gates, inputs, still, last_only, unrolled=16) -> tuple[Any, Any]:
-    """(the last states, all of them or None); up to `unrolled` steps are unrolled where that is faster."""
+def _loop(step, start, gates, inputs, still, last_only, returned, unrolled=16) -> tuple[Any, Any]:
+    """(the last states, all of them as `returned` makes them or None); up to `unrolled` steps are unrolled where that
+    is faster.
+    """
     num_steps = jax.tree.leaves(gates)[0].shape[0]
     constant = jax.tree.map(lambda u: u[0], inputs) if still else None
 
@@ -130,7 +157,7 @@ def _loop(step, start, gates, inputs, still, last_only, unrolled=16) -> tuple[An
         gates_t, inputs_t = at_t
         new = step(h, gates_t, constant if still else inputs_t)
         h = jax.tree.map(lambda s, old: s.astype(old.dtype), new, h)
-        return h, None if last_only else h
+        return h, None if last_only else returned(h)
 
     # Only the states are kept for the backward pass; what lies between them is computed again.
     body = jax.checkpoint(body, prevent_cse=False)
@@ -149,7 +176,7 @@ def _associative(step, stable, start, gates, inputs, still, last_only):
     matrix, vector = jax.tree.map(lambda s: s.astype(zero.dtype), (matrix, vector))
     _, states = jax.lax.associative_scan(_compose, (matrix, vector), axis=0)
     states = tuple(states)
-    return jax.tree.map(lambda s: s[-1:], states) if last_only else states
+    return _returned(inputs)(jax.tree.map(lambda s: s[-1:], states) if last_only else states)
 
 
 def _compose(earlier, later):
@@ -162,9 +189,10 @@ def _compose(earlier, later):
 
 
 def _goom(step, stable, start, gates, inputs, still, last_only):
+    returned = lambda states: _returned(inputs)(tuple(goom.from_goom(state) for state in states))
+    step = _log_step(step, stable)
     # A step is large here: unrolled, it would take long to compile.
-    states = _reference(_log_step(step, stable), False, _to_goom(start), gates, inputs, still, last_only, unrolled=1)
-    return tuple(goom.from_goom(state) for state in states)
+    return _states(*_loop(step, _to_goom(start), gates, inputs, still, last_only, returned, unrolled=1), returned)
 
 
 def _log_step(step: Step, stable: bool):
@@ -184,13 +212,7 @@ def _to_goom(states: States) -> tuple[goom.Goom, ...]:
     return tuple(goom.to_goom(state) for state in states)
 
 
-def _auto(step, stable, start, gates, inputs, still, last_only):
-    run = _chunked if jax.tree.leaves(gates)[0].shape[0] > 64 else _reference
-    return run(step, stable, start, gates, inputs, still, last_only)
-
-
 _RUNS = {
-    "auto": _auto,
     "reference": _reference,
     "chunked": _chunked,
     "associative": _associative,

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cssm import data, models
-from cssm.config import Config, applicable, warnings_for
+from cssm import data, fused, models
+from cssm.config import Config, UserError, applicable, warnings_for
 from cssm.data.pipeline import Outline, Source, steps_per_epoch
 from cssm.flops import UncountedError, count_flops
 from cssm.optimizers import make_optimizer, make_schedule
@@ -72,6 +72,11 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
     if run.config.target_params and not run.resumed:
         run = replace(run, config=_fitted(run.config, outline, report))
     config = run.config
+    if config.scan == "fused" and not fused.available():
+        raise UserError(
+            "--scan fused needs an NVIDIA GPU of compute capability 8.0 or more, and this runs on "
+            f"{devices[0].device_kind}: leave it out, or type --scan reference"
+        )
     notes = [*run.notes, *warnings_for(config)]
     if unused := len(par.select_devices(config.platform)) - len(devices):
         notes.append(f"{unused} visible {'devices are' if unused > 1 else 'device is'} left unused, as asked")

@@ -12,7 +12,7 @@ from cssm.scan import linear_scan
 from cssm.spectral import Spectrum, add, multiply, scale
 
 B, T, F, C = 2, 7, 3, 4  # 7 = 3 chunks of 2 steps and one that is left
-METHODS = ("reference", "chunked", "associative", "goom")
+METHODS = ("reference", "chunked", "associative", "goom", "fused")
 
 
 def problem(seed=0, still=False, T=T):
@@ -39,6 +39,10 @@ def number(state):
 
 @functools.partial(jax.jit, static_argnames=("method", "last_only", "stable"))
 def run(k, gates, inputs, method, last_only=False, stable=False):
+    return linear_scan(coupled, (k,), 2, gates, inputs, method, last_only, stable)
+
+
+def coupled(k):
     def step(h, g, u):
         x, y = h
         return (
@@ -46,7 +50,7 @@ def run(k, gates, inputs, method, last_only=False, stable=False):
             add(multiply(k, x), scale(g["b"], y), scale(g["a"], u[1])),
         )
 
-    return linear_scan(step, 2, gates, inputs, method, last_only, stable)
+    return step
 
 
 def loop(k, gates, inputs, stable=False):
@@ -148,12 +152,15 @@ def test_a_stable_step_has_gradients_where_couplings_are_zero():
         assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
 
 
+def driven():
+    return lambda h, g, u: (add(scale(g["a"], multiply(u[0], h[0])), u[0]),)
+
+
 def residual_bytes(method, steps, last_only=True, wide=64):
     """What the forward pass keeps for the backward pass, of a still image whose states have `wide` channels."""
 
     def keep(gates, u):
-        step = lambda h, g, u: (add(scale(g["a"], multiply(u[0], h[0])), u[0]),)
-        return jax.vjp(lambda g, u: linear_scan(step, 1, g, (u,), method, last_only), gates, u)[1]
+        return jax.vjp(lambda g, u: linear_scan(driven, (), 1, g, (u,), method, last_only), gates, u)[1]
 
     u = jnp.zeros((1, 1, 1, wide))
     kept = jax.eval_shape(keep, {"a": jnp.zeros((1, steps, 1, 1))}, Spectrum(u, u))
@@ -174,8 +181,7 @@ def test_compiled_memory_grows_as_stated(method, growth):
 
     def temporary(steps):
         def loss(gates, u):
-            step = lambda h, g, u: (add(scale(g["a"], multiply(u[0], h[0])), u[0]),)
-            (h,) = linear_scan(step, 1, gates, (u,), method, last_only=True)
+            (h,) = linear_scan(driven, (), 1, gates, (u,), method, last_only=True)
             return jnp.sum(h.re)
 
         u = jnp.ones((1, 1, 1, 4096))
@@ -204,11 +210,13 @@ def test_log_space_stays_finite_where_the_plain_recurrence_overflows():
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
 
 
-def test_the_carry_is_float32_for_bf16_inputs():
+@pytest.mark.parametrize("method", METHODS)
+def test_the_carry_is_float32_for_bf16_inputs_and_states_are_bf16(method):
     """A long sum of equal small terms stalls in bf16 (8 bits) and must not here."""
     steps = 1000
-    gates = {"one": jnp.ones((1, steps, 1, 1), jnp.bfloat16)}
     u = (Spectrum(jnp.full((1, 1, 1, 1), 0.01, jnp.bfloat16), jnp.zeros((1, 1, 1, 1), jnp.bfloat16)),)
-    (h,) = linear_scan(lambda h, g, u: (add(scale(g["one"], h[0]), u[0]),), 1, gates, u, "reference", last_only=True)
-    assert h.re.dtype == jnp.float32
-    np.testing.assert_allclose(float(h.re[0, 0, 0, 0]), steps * float(u[0].re[0, 0, 0, 0]), rtol=1e-3)
+    gates = {"one": jnp.ones((1, steps, 1, 1), jnp.bfloat16)}
+    summed = lambda: lambda h, g, u: (add(scale(g["one"], h[0]), u[0]),)
+    (h,) = linear_scan(summed, (), 1, gates, u, method, last_only=True)
+    assert h.re.dtype == jnp.bfloat16
+    np.testing.assert_allclose(float(h.re[0, 0, 0, 0]), steps * float(u[0].re[0, 0, 0, 0]), rtol=4e-3)

@@ -56,6 +56,11 @@ def test_warm_up_is_in_steps_or_epochs_or_a_twentieth(warmup, steps, tmp_path):
     np.testing.assert_allclose(rates, want, rtol=1e-6)
 
 
+def test_the_kernel_is_refused_where_there_is_no_gpu(tmp_path):
+    with pytest.raises(UserError, match=r"--scan fused needs an NVIDIA GPU .* runs on cpu: leave it out"):
+        made(tmp_path, max_steps=1, scan="fused")
+
+
 def test_remat_wraps_the_blocks(tmp_path):
     assert made(tmp_path, arch="vit", remat=True, max_steps=1).step_model.wrap_block is nn.remat
     assert made(tmp_path, arch="vit", max_steps=1).step_model.wrap_block is None

@@ -11,6 +11,7 @@ import oracle
 import pytest
 import recurrence
 
+from cssm import fused
 from cssm.cells import CELLS, core
 from cssm.cells.core import CellOptions
 from cssm.rules import CONTRACTIONS
@@ -18,7 +19,7 @@ from cssm.scan import linear_scan, stable_step
 from cssm.settings.family import RECURRENT
 from cssm.spectral import Spectrum
 
-METHODS = ("reference", "chunked", "associative", "goom")
+METHODS = ("reference", "chunked", "associative", "goom", "fused")
 NAMES = RECURRENT["cssm"]
 COUPLED = tuple(name for name in NAMES if name not in CONTRACTIONS)
 # Whose products grow without bound; the matrices of add_kqv are triangular, and their diagonals are below 1.
@@ -50,16 +51,17 @@ def large(cell, x, opened=0.0):
 def spied(name, found):
     """Append to `found` the matrices [T, B, F, C, row, column] of every recurrence that the cell runs."""
 
-    def spy(step, n, gates, inputs, method="auto", last_only=False, stable=False):
+    def spy(make_step, constants, n, gates, inputs, method="auto", last_only=False, stable=False):
         first = lambda a: jnp.moveaxis(a, 1, 0)
         steps, batch = jax.tree.leaves(gates)[0].shape[1], inputs[0].re.shape[0]
         zero = jnp.zeros((steps, batch, *inputs[0].re.shape[2:]))
         state = lambda j: tuple(Spectrum(zero + (i == j), zero) for i in range(n))
+        step = make_step(*constants)
         run = stable_step(step) if stable else step
         columns = [run(state(j), jax.tree.map(first, gates), (Spectrum(zero, zero),) * len(inputs)) for j in range(n)]
         stack = lambda part: jnp.stack([jnp.stack([getattr(h, part) for h in c], -1) for c in columns], -1)
         found.append((stack("re"), stack("im")))
-        return linear_scan(step, n, gates, inputs, method, last_only, stable)
+        return linear_scan(make_step, constants, n, gates, inputs, method, last_only, stable)
 
     module = importlib.import_module(CELLS[name].__module__)
     places = [place for place in (core, module) if hasattr(place, "linear_scan")]
@@ -128,7 +130,8 @@ def test_the_unbounded_kernels_of_gdn_are_held_below_one_in_the_two_norm():
 
 
 @pytest.mark.parametrize("name", every(NAMES, fast="conv_ssm"))
-def test_every_scan_gives_the_same_values_and_gradients(name):
+def test_every_scan_gives_the_same_values_and_gradients(name, monkeypatch):
+    monkeypatch.setattr(fused, "SEGMENT", 2)  # interpreted, longer ones take long to compile
     x = oracle.wave_input((1, 5, 2, 4, 4)).astype(np.float64)
     with jax.enable_x64(True):
         params = recurrence.parameters(make(name), x)

@@ -3,6 +3,8 @@
 docs/math.md. After AdditiveCSSM of the published CSSM code: its transition matrix is triangular.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 
@@ -37,8 +39,8 @@ class AddKQV(nn.Module):
         gates = core.sigmoid_gates(names, x, steps, o)
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, name="kernel")(*x.shape[2:4])
         inputs = core.input_spectra(x, len(self.chain), o)
-        step = _step(kernel, self.chain)
-        states = linear_scan(step, len(self.chain), gates, inputs, o.scan, last_only, o.stable_transition)
+        step = functools.partial(_step, chain=self.chain)
+        states = linear_scan(step, (kernel,), len(self.chain), gates, inputs, o.scan, last_only, o.stable_transition)
         y = core.read_out(states[-1:], gates["C"], x, o)
         return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(y)
 

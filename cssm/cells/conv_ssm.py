@@ -29,11 +29,8 @@ class ConvSSM(nn.Module):
         drive = nn.Dense(o.channels, dtype=o.dtype, name="B_proj")(rotated) * conv(rotated)
         decay = nn.sigmoid(self.param("A_logit", nn.initializers.constant(2.0), (o.channels,)))
 
-        def step(h, g, u):
-            return decay * h + u
-
         count = jnp.zeros((1, steps, 1, 1, 1), x.dtype)  # no gates, but their length says how many steps there are
-        state = core.real_scan(step, count, drive, o.scan, last_only).astype(x.dtype)
+        state = core.real_scan(core.decay_step, decay, count, drive, o.scan, last_only).astype(x.dtype)
         if last_only:
             x, rotated = x[:, -1:], rotated[:, -1:]
         y = state * nn.Dense(o.channels, dtype=o.dtype, name="C_proj")(rotated)

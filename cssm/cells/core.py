@@ -13,7 +13,7 @@ from flax.linen import dtypes
 
 from cssm import spectral
 from cssm.positions import time_code
-from cssm.scan import Method, linear_scan
+from cssm.scan import Method, choose_method, linear_scan
 from cssm.spectral import Backend, Spectrum
 
 
@@ -249,17 +249,50 @@ def spatial_gates(
     return {key: gate.reshape(*gate.shape[:2], height, width, 1) for key, gate in gates.items()}
 
 
-def real_scan(step: Callable, gates: Any, inputs: jax.Array, method: Method = "auto", last_only: bool = False):
-    """linear_scan with one real state: step (h, gates_t, inputs_t) -> h on real arrays [B, ...]; returns [B, T, ...].
+def kernel_step(kernel: Spectrum):
+    """h <- K h + u, without gates."""
 
-    The imaginary planes stay zero and nothing reads them, so a compiled reference scan has none.
+    def step(h, g, u):
+        return (spectral.add(spectral.multiply(kernel, h[0]), u[0]),)
+
+    return step
+
+
+def decay_step(decay: jax.Array):
+    """h <- decay h + u in real numbers, without gates."""
+
+    def step(h, g, u):
+        return decay * h + u
+
+    return step
+
+
+def real_scan(
+    make_step: Callable,
+    constant: jax.Array,
+    gates: Any,
+    inputs: jax.Array,
+    method: Method = "auto",
+    last_only: bool = False,
+) -> jax.Array:
+    """linear_scan with one real state at every pixel: make_step(constant) is (h, gates_t, inputs_t) -> h on arrays.
+
+    constant [C]; gates: pytree of [B or 1, T, H or 1, W or 1, 1]; inputs [B, T or 1, H, W, C]. Returns
+    [B, T or 1, H, W, C]. The imaginary planes stay zero and nothing reads them: a compiled reference scan has none.
     """
+    shape = inputs.shape
+    inputs = inputs.reshape(*shape[:2], -1, shape[-1])
+    gates = jax.tree.map(lambda g: g.reshape(*g.shape[:2], -1, 1), gates)
+    method = choose_method(method, jax.tree.leaves(gates)[0].shape[1], 1, inputs.dtype)
 
-    def planes(h, g, u):
-        return (Spectrum(step(h[0].re, g, u[0].re), h[0].im),)
+    def planes(constant):
+        step = make_step(constant)
+        return lambda h, g, u: (Spectrum(step(h[0].re, g, u[0].re), h[0].im),)
 
-    (state,) = linear_scan(planes, 1, gates, (Spectrum(inputs, jnp.zeros_like(inputs)),), method, last_only)
-    return state.re
+    # The kernel would read and write planes of zeros; matrices need them.
+    imaginary = None if method == "fused" else jnp.zeros_like(inputs)
+    (state,) = linear_scan(planes, (constant,), 1, gates, (Spectrum(inputs, imaginary),), method, last_only)
+    return state.re.reshape(shape[0], -1, *shape[2:])
 
 
 def layer_norm(dtype: jnp.dtype | None, name: str) -> nn.LayerNorm:

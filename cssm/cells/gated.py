@@ -12,7 +12,7 @@ from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
 from cssm.scan import linear_scan
-from cssm.spectral import add, multiply, scale
+from cssm.spectral import Spectrum, add, multiply, scale
 
 
 class Gated(nn.Module):
@@ -44,13 +44,19 @@ class Gated(nn.Module):
         gates = {"decay": jnp.exp(-delta), "write": (delta + 1e-8) * raw["B"]}
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
 
-        def step(h, g, u):
-            return (add(multiply(kernel, scale(g["decay"], h[0])), scale(g["write"], u[0])),)
-
         m_hat = core.flatten(spectral.rfft2(m, o.backend))
-        (state,) = linear_scan(step, 1, gates, (m_hat,), o.scan, last_only)
+        (state,) = linear_scan(_step, (kernel,), 1, gates, (m_hat,), o.scan, last_only)
         if last_only:
             z, raw["C"] = z[:, -1:], raw["C"][:, -1:]
         y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(scale(raw["C"], state), height))
         y = spectral.irfft2(y_hat, width, o.backend) * nn.silu(z)
         return nn.Dense(o.channels, dtype=o.dtype, name="out_proj")(y)
+
+
+def _step(kernel: Spectrum):
+    """One time step."""
+
+    def step(h, g, u):
+        return (add(multiply(kernel, scale(g["decay"], h[0])), scale(g["write"], u[0])),)
+
+    return step

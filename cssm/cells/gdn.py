@@ -4,6 +4,7 @@ After GatedDeltaNetCSSM of the published CSSM code and Gated DeltaNet (Yang et a
 """
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -70,8 +71,10 @@ class GatedDeltaNet(nn.Module):
         gates = self._gates(context, height, width)
         gates["k"] = jax.tree.map(lambda p: core.repeat_over_time(p, steps), _split(k_hat, d))
 
+        step = functools.partial(_step, stable=o.stable_transition)
+
         def read_row(v_row: Spectrum) -> Spectrum:
-            states = linear_scan(_step(kernel, o.stable_transition), d, gates, (v_row,), o.scan, last_only)
+            states = linear_scan(step, (kernel,), d, gates, (v_row,), o.scan, last_only)
             return add(*(multiply(s, q_j) for s, q_j in zip(states, _split(q_hat, d), strict=True)))
 
         # The rows of a head's matrix move alike: under vmap whatever has no v in it is computed once for all rows.

@@ -37,7 +37,7 @@ class MultTransformer(nn.Module):
             for s in "qkv"
         ]
         inputs = core.input_spectra(x, 3, o)
-        states = linear_scan(_step(*kernels), 3, gates, inputs, o.scan, last_only, o.stable_transition)
+        states = linear_scan(_step, tuple(kernels), 3, gates, inputs, o.scan, last_only, o.stable_transition)
         y_hat = core.LogMagnitudeNorm(name="norm_v")(states[2], height * width)
         y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(y_hat, height))
         y_hat = core.SpectralDense(o.channels, o.dtype, name="output_proj")(y_hat, width)

@@ -37,13 +37,19 @@ class NoFFT(nn.Module):
         delta = nn.softplus(raw["delta"])
         log_decay = nn.log_sigmoid(self.param("A_logit", nn.initializers.constant(2.0), (o.channels,)))
 
-        def step(h, g, u):
-            return jnp.exp(g["delta"] * log_decay) * h + g["write"] * u
-
         gates = {"delta": delta, "write": delta * raw["B"]}
-        state = core.real_scan(step, gates, m, o.scan, last_only)
+        state = core.real_scan(_step, log_decay, gates, m, o.scan, last_only)
         read = raw["C"]
         if last_only:
             read, z, x = read[:, -1:], z[:, -1:], x[:, -1:]
         y = nn.RMSNorm(epsilon=1e-6, dtype=o.dtype, name="output_norm")((read * state).astype(x.dtype)) * nn.silu(z)
         return nn.Dense(o.channels, dtype=o.dtype, name="out_proj")(y) - x
+
+
+def _step(log_decay: jax.Array):
+    """One time step at every pixel."""
+
+    def step(h, g, u):
+        return jnp.exp(g["delta"] * log_decay) * h + g["write"] * u
+
+    return step

@@ -12,7 +12,6 @@ from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
 from cssm.scan import linear_scan
-from cssm.spectral import add, multiply
 
 
 class NoGate(nn.Module):
@@ -28,12 +27,9 @@ class NoGate(nn.Module):
         rotated = x if o.rope_mode == "none" else rope(x, o.rope_mode, steps)
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
 
-        def step(h, g, u):
-            return (add(multiply(kernel, h[0]), u[0]),)
-
         count = jnp.zeros((1, steps, 1, 1), x.dtype)  # no gates, but their length says how many steps there are
         x_hat = core.flatten(spectral.rfft2(rotated, o.backend))
-        (state,) = linear_scan(step, 1, count, (x_hat,), o.scan, last_only)
+        (state,) = linear_scan(core.kernel_step, (kernel,), 1, count, (x_hat,), o.scan, last_only)
         h_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(state, height))
         y = nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(spectral.irfft2(h_hat, width, o.backend))
         return y - (x[:, -1:] if last_only else x)

@@ -52,12 +52,13 @@ class Opponent(nn.Module):
         logit = self.param("decay", nn.initializers.constant(DECAY_LOGIT), (o.channels,))
         decay = (0.1 + 0.89 * nn.sigmoid(logit)).astype(x.dtype)
         gates |= {name: decay * gates[name] for name in ("alpha", "delta")}
+        read_gate = gates.pop("C")
         k_exc = core.SpectralKernel(o, nn.initializers.normal(0.02), name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, nn.initializers.normal(0.02), name="k_inh")(*x.shape[2:4])
         u_hat = core.flatten(spectral.rfft2(x, o.backend))
-        states = linear_scan(_step(k_exc, k_inh), 2, gates, (u_hat,), o.scan, last_only, o.stable_transition)
+        states = linear_scan(_step, (k_exc, k_inh), 2, gates, (u_hat,), o.scan, last_only, o.stable_transition)
         read = tuple(states["xy".index(name)] for name in self.readout_state)
-        return core.read_out(read, gates["C"], x, o)
+        return core.read_out(read, read_gate, x, o)
 
     def _gates(self, x: jax.Array, steps: int) -> dict[str, jax.Array]:
         """Squashed gates [B, T, F, C]."""

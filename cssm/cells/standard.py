@@ -14,7 +14,6 @@ from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
 from cssm.scan import linear_scan
-from cssm.spectral import add, multiply
 
 # decay = 0.1 + 0.89 sigmoid(logit) is 0.9 at the start.
 DECAY_LOGIT = math.log(0.8 / 0.09)
@@ -41,11 +40,10 @@ class Standard(nn.Module):
         if self.transition == "scalar":
             logit = self.param("decay", nn.initializers.constant(DECAY_LOGIT), (o.channels,))
             decay = 0.1 + 0.89 * nn.sigmoid(logit)
-            y = core.real_scan(lambda h, g, u: decay * h + u, clock, x, o.scan, last_only)
+            y = core.real_scan(core.decay_step, decay, clock, x, o.scan, last_only)
             return y.astype(x.dtype)
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
         u_hat = core.flatten(spectral.rfft2(x, o.backend))
-        step = lambda h, g, u: (add(multiply(kernel, h[0]), u[0]),)
-        (state,) = linear_scan(step, 1, clock, (u_hat,), o.scan, last_only)
+        (state,) = linear_scan(core.kernel_step, (kernel,), 1, clock, (u_hat,), o.scan, last_only)
         y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(state, height))
         return spectral.irfft2(y_hat, width, o.backend)

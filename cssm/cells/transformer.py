@@ -3,6 +3,8 @@
 docs/math.md. After TransformerCSSM of the published CSSM code. Linear in its input, but for the gates.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 
@@ -46,8 +48,8 @@ class Transformer(nn.Module):
             gates["w_q_to_k"] = gates["w_k_to_q"] = gates.pop("w_qk")
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name="kernel")(height, width)
         inputs = core.input_spectra(x, len(present), o)
-        step = _step(kernel, present)
-        states = linear_scan(step, len(present), gates, inputs, o.scan, last_only, o.stable_transition)
+        step = functools.partial(_step, present=present)
+        states = linear_scan(step, (kernel,), len(present), gates, inputs, o.scan, last_only, o.stable_transition)
         read = {name: states[present.index(name)] for name in chosen}
         if self.use_layernorm:
             read = {s: core.LogMagnitudeNorm(name=f"norm_{s}")(read[s], height * width) for s in read}

@@ -26,7 +26,8 @@ REFUSED: dict[str, str] = {
         ("no_goom", "no_log"), "time is scanned without logarithms unless --scan goom is typed, leave it out"
     ),
     **dict.fromkeys(
-        ("use_ssd", "scan_mode"), "choose how time is scanned with --scan reference, chunked, associative or goom"
+        ("use_ssd", "scan_mode"),
+        "choose how time is scanned with --scan reference, chunked, associative, goom or fused",
     ),
     "ssd_chunk_size": "type --scan chunked, whose chunks are of sqrt(seq_len) steps",
     **dict.fromkeys(

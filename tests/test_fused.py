@@ -1,0 +1,195 @@
+"""The kernel, interpreted, against the reference scan: values and gradients; and its form for a GPU."""
+
+import functools
+import warnings
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cssm import fused
+from cssm.cells import gated, gdn, hgru, hgru_bi, opponent
+from cssm.flops import count_flops
+from cssm.fused import fused_scan
+from cssm.scan import choose_method, linear_scan
+from cssm.spectral import Spectrum
+
+B, F = 4, 3
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """Segments of two steps compile in a quarter of the time."""
+    monkeypatch.setattr(fused, "SEGMENT", 2)
+
+
+def numbers(*shape, seed=0):
+    return 0.4 * np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def spectra(*shape, count=1):
+    return tuple(Spectrum(numbers(*shape, seed=2 * i), numbers(*shape, seed=2 * i + 1)) for i in range(count))
+
+
+def gates(names, *shape):
+    return {name: 0.5 + numbers(*shape, seed=i) for i, name in enumerate(names)}
+
+
+def problem(steps, channels, still=False, batch=B):
+    """hgru_bi's recurrence: (make_step, constants, number of states, gates, inputs)."""
+    names = hgru_bi.DECAYS + hgru_bi.COUPLINGS + hgru_bi.READS
+    inputs = spectra(batch, 1 if still else steps, F, channels, count=3)
+    return hgru_bi._step, spectra(F, channels, count=2), 3, gates(names, batch, steps, F, 1), inputs
+
+
+def both(make_step, constants, count, gates, inputs, last_only=False, stable=False):
+    """((states, gradients) of the reference, of the kernel)."""
+
+    @functools.partial(jax.jit, static_argnames="method")
+    def run(arrays, method):
+        def loss(arrays):
+            states = linear_scan(make_step, arrays[0], count, *arrays[1:], method, last_only, stable)
+            # Weights of their own for every number: a mistaken place would change the sum.
+            return sum(jnp.sum(p * numbers(*p.shape, seed=i)) for i, p in enumerate(jax.tree.leaves(states))), states
+
+        grads, states = jax.grad(loss, has_aux=True)(arrays)
+        return states, grads
+
+    return (run((constants, gates, inputs), method=method) for method in ("reference", "fused"))
+
+
+def same(*args, **kwargs):
+    with jax.enable_x64(True):
+        want, got = both(*args, **kwargs)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12), want, got)
+        assert jax.tree.structure(want) == jax.tree.structure(got)
+
+
+@pytest.mark.parametrize(
+    "steps,channels,still,last_only",
+    [
+        (1, 4, False, False),
+        (2, 4, False, True),  # one segment
+        (5, 4, False, False),  # two segments, a step that is left
+        (4, 5, True, True),  # channels beyond the last one are masked
+        (3, 4, True, False),
+    ],
+)
+def test_values_and_gradients_are_those_of_the_reference(steps, channels, still, last_only):
+    same(*problem(steps, channels, still), last_only=last_only)
+
+
+def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
+    monkeypatch.setattr(fused, "BLOCK", 4)
+    monkeypatch.setattr(fused, "PROGRAMS", 2 * F * 2)  # two parts of two examples
+    same(*problem(3, 6))
+
+
+def test_stable_transition_is_taken_within_the_kernel():
+    args = hgru._step, spectra(F, 4, count=2), 2, gates(hgru.GATES, B, 2, F, 1), spectra(B, 2, F, 4, count=2)
+    same(*args, stable=True)
+    with jax.enable_x64(True):
+        stable, plain = (next(both(*args, stable=stable)) for stable in (True, False))
+        assert np.abs(stable[0][0].re - plain[0][0].re).max() > 0.01
+
+
+@pytest.mark.parametrize("shape", [(B, 3, F, 4), (B, 3, 1, 4), (B, 3, 1, 1), (1, 3, F, 1), (1, 3, 1, 1)])
+def test_gates_of_every_shape(shape):
+    inputs = spectra(B, 3, F, 4)
+    same(opponent._step, spectra(F, 4, count=2), 2, gates(opponent.GATES, *shape), inputs)
+
+
+def test_rows_of_a_matrix_under_vmap():
+    """As gdn runs: the rows of v are mapped, keys and gates are theirs in common."""
+    d, heads = 2, 3
+    shared = gates(("alpha", "beta"), B, 3, F, 1) | {"k": spectra(B, 3, F, heads, count=d)}
+    make_step = functools.partial(gdn._step, stable=False)
+    (kernel,), (rows,) = spectra(F, heads), spectra(B, 3, F, heads, d)
+    with jax.enable_x64(True):
+
+        @functools.partial(jax.jit, static_argnames="method")
+        def run(arrays, method):
+            def loss(arrays):
+                kernel, gates, v = arrays
+                scan = lambda row: linear_scan(make_step, (kernel,), d, gates, (row,), method)
+                states = jax.vmap(scan, in_axes=-1, out_axes=-1)(v)
+                return sum(jnp.sum(jnp.sin(p)) for p in jax.tree.leaves(states)), states
+
+            return jax.grad(loss, has_aux=True)(arrays)
+
+        want, got = (run((kernel, shared, rows), method=method) for method in ("reference", "fused"))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12), want, got)
+
+
+def test_bf16_is_rounded_on_the_way_in_and_out_alone():
+    make_step, constants, count, gates, inputs = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, jnp.bfloat16) if isinstance(leaf, np.ndarray) else leaf, problem(4, 4)
+    )
+    inside = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (constants, gates, inputs))
+    want = linear_scan(make_step, inside[0], count, *inside[1:], "reference")
+    got = fused_scan(make_step, constants, count, gates, inputs)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(b, a.astype(jnp.bfloat16)), want, got)
+
+
+def on_a_gpu():
+    """Lower for a GPU that need not be there; jax from 0.11 on wants to know which."""
+    if jax.__version_info__ < (0, 11):
+        return nullcontext()
+    from jax._src.mesh import AbstractDevice
+    from jax.sharding import AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def shapes_of(arrays, dtype):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), arrays)
+
+
+@pytest.mark.parametrize(
+    "make_step,constants,count,names",
+    [
+        (hgru_bi._step, 2, 3, hgru_bi.DECAYS + hgru_bi.COUPLINGS + hgru_bi.READS),
+        (gated._step, 1, 1, ("decay", "write")),
+    ],
+)
+@pytest.mark.parametrize("steps,channels,still", [(8, 384, False), (11, 100, True)])
+def test_it_lowers_for_a_gpu(monkeypatch, make_step, constants, count, names, steps, channels, still):
+    """Forward and backward, with the segments of a run: Triton's rules for shapes hold."""
+    monkeypatch.undo()
+    frequencies = 30
+    arrays = (
+        shapes_of(spectra(frequencies, channels, count=constants), jnp.float32),
+        shapes_of(gates(names, 2, steps, frequencies, 1), jnp.bfloat16),
+        shapes_of(spectra(2, 1 if still else steps, frequencies, channels, count=count), jnp.bfloat16),
+    )
+
+    def loss(constants, gates, inputs):
+        states = fused_scan(make_step, constants, count, gates, inputs, still, interpret=False)
+        return sum(jnp.sum(p) for p in jax.tree.leaves(states))
+
+    with on_a_gpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+
+
+def test_operations_are_counted_for_every_program():
+    """A step of gated is 9 operations a number, and the kernel has as many programs as there are examples x F."""
+    make_step, constants, inputs = gated._step, spectra(F, 4), spectra(B, 8, F, 4)
+    arrays = constants, gates(("decay", "write"), B, 8, F, 1), inputs
+    scan = lambda *arrays: fused_scan(make_step, arrays[0], 1, *arrays[1:], interpret=False)
+    counted = count_flops(scan, *(shapes_of(part, jnp.float32) for part in arrays))
+    assert 10 * B * 8 * F * 4 <= counted <= 14 * B * 8 * F * 4
+
+
+def test_auto_takes_the_kernel_where_it_is_made_for(monkeypatch):
+    assert choose_method("auto", 8, 1, jnp.float32) == "reference"
+    assert choose_method("auto", 65, 1, jnp.float32) == "chunked"
+    monkeypatch.setattr(fused, "available", lambda: True)
+    assert choose_method("auto", 65, 3, jnp.bfloat16) == "fused"
+    assert choose_method("auto", 8, 3, jnp.float64) == "reference"
+    assert choose_method("auto", 8, fused.MAX_STATES + 1, jnp.float32) == "reference"
+    assert choose_method("goom", 8, 3, jnp.float32) == "goom"
