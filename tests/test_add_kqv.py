@@ -37,9 +37,9 @@ def add_kqv(x, p, chain):
     "chain,gate_type,scan,backend",
     [
         ("qkv", "factored", "reference", "fft"),
-        ("qv", "dense", "associative", "dft"),
+        pytest.param("qv", "dense", "associative", "dft", marks=pytest.mark.slow),
         ("qk", "factored", "reference", "fft"),
-        ("q", "factored", "associative", "fft"),
+        pytest.param("q", "factored", "associative", "fft", marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients_are_those_of_the_float64_recurrence(chain, gate_type, scan, backend):

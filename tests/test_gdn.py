@@ -158,6 +158,7 @@ def test_values_are_those_of_the_float64_matrices(gates, d, qkv, cross, scan, ba
         np.testing.assert_allclose(y, gdn(x, p, gates, d, cross), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_gradients_are_slopes_of_the_matrices_and_agree_between_scans_and_backends():
     p = oracle.wave_parameters(shapes("factored", 2, 3, channels=4, height=4, width=6))
     make_small = lambda **changes: make(d=2, qkv=3, channels=4, **changes)

@@ -28,8 +28,8 @@ def hgru(x, p, readout="xy", origin="origin"):
     "readout,gate_type,scan,backend,origin",
     [
         ("xy", "factored", "reference", "fft", "origin"),
-        ("xy", "dense", "associative", "dft", "image_center"),
-        ("y", "factored", "associative", "fft", "origin"),
+        pytest.param("xy", "dense", "associative", "dft", "image_center", marks=pytest.mark.slow),
+        pytest.param("y", "factored", "associative", "fft", "origin", marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients_are_those_of_the_float64_recurrence(readout, gate_type, scan, backend, origin):

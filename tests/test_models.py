@@ -68,6 +68,7 @@ def test_the_last_frame_counts_and_earlier_ones_reach_it(name):
     assert np.abs(logits - other).max() > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit hgru_bi", *STAGED])
 def test_rematerialised_blocks_have_the_same_parameters_gradients_and_names(name):
     config = CONFIGS[name]

@@ -36,7 +36,10 @@ def mult_transformer(x, p, spectral_clip=True):
 
 @pytest.mark.parametrize(
     "spectral_clip,gate_type,scan,backend",
-    [(False, "factored", "reference", "fft"), (True, "dense", "associative", "dft")],
+    [
+        (False, "factored", "reference", "fft"),
+        pytest.param(True, "dense", "associative", "dft", marks=pytest.mark.slow),
+    ],
 )
 def test_values_and_gradients_are_those_of_the_float64_recurrence(spectral_clip, gate_type, scan, backend):
     cell = make(spectral_clip, gate_type=gate_type, scan=scan, backend=backend)

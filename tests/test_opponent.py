@@ -53,7 +53,7 @@ def opponent(x, p, readout="xy", activation="sigmoid", factored=True):
     "readout,activation,rank,gate_type,scan,backend",
     [
         ("xy", "sigmoid", 0, "factored", "reference", "fft"),
-        ("y", "tanh_scaled", 0, "dense", "associative", "dft"),
+        pytest.param("y", "tanh_scaled", 0, "dense", "associative", "dft", marks=pytest.mark.slow),
         ("x", "softplus_clamped", 3, "dense", "reference", "fft"),
     ],
 )

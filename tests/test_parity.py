@@ -63,9 +63,7 @@ ROWS = {
 }
 DEVICES_EACH = {2: 4, 4: 1}
 # The complex model is the harder one; of the rest the fast tests see what differs most.
-FAST = {("complex", name) for name in ("8 devices", "accumulation 4", "backend cpu", "shard params")} | {
-    ("real", "masks")
-}
+FAST = {("complex", "8 devices"), ("complex", "backend cpu")}
 TABLE = [
     pytest.param(model, row, marks=[] if (model, row) in FAST else pytest.mark.slow) for row in ROWS for model in MODELS
 ]
@@ -186,8 +184,8 @@ def mean_of_means(patch):
     "mutation,model,row",
     [
         (no_mean, "complex", "8 devices"),
-        (mean_of_means, "real", "masks"),
-        (summed_accumulation, "complex", "accumulation 4"),
+        pytest.param(mean_of_means, "real", "masks", marks=pytest.mark.slow),
+        pytest.param(summed_accumulation, "complex", "accumulation 4", marks=pytest.mark.slow),
         (no_conjugate, "complex", "8 devices"),
     ],
 )

@@ -89,6 +89,7 @@ def nbytes(tree):
     return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_memory_for_the_state_falls_to_an_eighth():
     """Of eight devices; padding is less than a number an array and device."""
     whole, optimizer, params = (built(shard)[0] for shard in ("none", "optimizer", "params"))

@@ -84,7 +84,9 @@ def close(a, b, tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
 
 
-@pytest.mark.parametrize("config", [SIMPLE, VIT], ids=["simple_hgru_bi", "vit_gated"])
+@pytest.mark.parametrize(
+    "config", [SIMPLE, pytest.param(VIT, marks=pytest.mark.slow)], ids=["simple_hgru_bi", "vit_gated"]
+)
 def test_one_device_equals_eight(config):
     (one, sums_one), (eight, sums_eight) = reference_run(config, 1), run_steps(config, 8)
     for a, b in zip(one, eight, strict=True):
@@ -93,10 +95,10 @@ def test_one_device_equals_eight(config):
     assert sums_eight[2] == 48 and sums_eight[4] == 3
 
 
-IN_FLOAT64 = [("adamw", "spatial")]
-IN_FLOAT64 += [pytest.param(name, "spectral", marks=pytest.mark.slow) for name in ("adamw", "lion", "lamb", "muon")]
+IN_FLOAT64 = [("adamw", "spatial"), *((name, "spectral") for name in ("adamw", "lion", "lamb", "muon"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer,domain", IN_FLOAT64)
 def test_one_device_equals_two_in_float64(optimizer, domain):
     """What divides by the gradient makes much of its rounding, of which there is little here."""
@@ -127,6 +129,7 @@ def only_unmasked(seed=0):
     return {name: array[batch["mask"] > 0] for name, array in batch.items() if name != "mask"}
 
 
+@pytest.mark.slow
 def test_examples_left_out_leave_the_mean_of_the_others():
     """However unequally they are spread over devices and micro-batches. A mean of the devices' means is another."""
     one, sums_one = run_steps(SIMPLE, 1, batch_of=only_unmasked)
@@ -232,6 +235,7 @@ def test_the_step_compiles_once():
     assert counts == [1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_drop_path_masks_differ_between_devices_and_between_steps():
     """One image everywhere: then the loss moves with the masks alone."""
     config = dataclasses.replace(VIT, drop_path_rate=0.9)

@@ -159,6 +159,7 @@ def test_three_steps_a_kill_and_three_more_are_six_steps_bit_for_bit(whole, tmp_
         np.testing.assert_array_equal(here[name], leaf, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
     """With statistics of the whole batch (layer norm), four devices and two take the same steps, to rounding."""
     settings = {
@@ -177,6 +178,7 @@ def test_a_run_goes_on_on_another_number_of_devices(tmp_path):
         np.testing.assert_allclose(here[name], leaf, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_when_given_more_steps(tmp_path, capsys):
     start(tmp_path, "run", max_steps=3)
     files = tmp_path / "run" / "checkpoints" / "3" / "files.json"
@@ -283,6 +285,7 @@ def test_nothing_is_compiled_between_the_first_log_line_and_the_first_evaluation
     assert at["evaluation"] == at["first step"]
 
 
+@pytest.mark.slow
 def test_simple_trains_with_split_parameters(tmp_path):
     """It has no blocks to gather one by one; its steps are those of one device all the same."""
     settings = {"norm_type": "layer", "optimizer": "sgd", "lr": 0.01, "max_steps": 2}

@@ -48,7 +48,9 @@ def transformer(x, p, readout_state="qka", asymmetric_qk=False, feedback=True, k
     "ablations,gate_type,scan,backend",
     [
         ({}, "factored", "reference", "fft"),
-        ({"asymmetric_qk": True, "readout_state": "k"}, "dense", "associative", "dft"),
+        pytest.param(
+            {"asymmetric_qk": True, "readout_state": "k"}, "dense", "associative", "dft", marks=pytest.mark.slow
+        ),
         ({"feedback": False, "spectral_clip": False, "readout_state": "ka"}, "factored", "reference", "fft"),
         ({"k_state": False, "readout_state": "q"}, "factored", "reference", "fft"),
         ({"use_layernorm": True, "readout_state": "qa"}, "factored", "reference", "fft"),
