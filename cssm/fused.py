@@ -137,7 +137,8 @@ def fused_scan(
         return states, (constants, gates, inputs, kept)
 
     def backward(residuals, d_states):
-        return _backward(plan, make_step, *residuals, d_states)
+        constants, gates, inputs, kept = residuals
+        return _backward(plan, make_step, constants, gates, inputs, kept, d_states)
 
     scan.defvjp(forward, backward)
     return scan(jax.tree.map(lambda k: jnp.broadcast_to(k, (frequencies, channels)), constants), gates, inputs)

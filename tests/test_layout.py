@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "checkpoint": "cssm config",
     "report": "cssm config",
     "models": "config cells scan spectral positions stages",
-    "cells": "scan spectral positions",
+    "cells": "fused scan spectral positions",
     "scan": "fused goom spectral",
     "fused": "",
     "goom": "spectral",

@@ -12,6 +12,7 @@ import numpy as np
 from flax.linen import dtypes
 
 from cssm import spectral
+from cssm.fused import fused_scan
 from cssm.positions import time_code
 from cssm.scan import Method, choose_method, linear_scan
 from cssm.spectral import Backend, Spectrum
@@ -285,14 +286,20 @@ def real_scan(
     gates = jax.tree.map(lambda g: g.reshape(*g.shape[:2], -1, 1), gates)
     method = choose_method(method, jax.tree.leaves(gates)[0].shape[1], 1, inputs.dtype)
 
+    def real(constant):
+        step = make_step(constant)
+        return lambda h, g, u: (step(h[0], g, u[0]),)
+
     def planes(constant):
         step = make_step(constant)
         return lambda h, g, u: (Spectrum(step(h[0].re, g, u[0].re), h[0].im),)
 
-    # The kernel would read and write planes of zeros; matrices need them.
-    imaginary = None if method == "fused" else jnp.zeros_like(inputs)
-    (state,) = linear_scan(planes, (constant,), 1, gates, (Spectrum(inputs, imaginary),), method, last_only)
-    return state.re.reshape(shape[0], -1, *shape[2:])
+    if method == "fused":  # it would read and write the planes of zeros
+        (state,) = fused_scan(real, (constant,), 1, gates, (inputs,), last_only)
+    else:
+        spectra = (Spectrum(inputs, jnp.zeros_like(inputs)),)
+        state = linear_scan(planes, (constant,), 1, gates, spectra, method, last_only)[0].re
+    return state.reshape(shape[0], -1, *shape[2:])
 
 
 def layer_norm(dtype: jnp.dtype | None, name: str) -> nn.LayerNorm:
