@@ -202,13 +202,18 @@ def warnings_for(config: "Config") -> list[str]:
 
 
 def _growing_states(config: "Config") -> list[str]:
-    steps, contracts = config.seq_len or 0, config.cell in CONTRACTIONS and config.spectral_clip
-    if config.stable_transition and contracts:
+    steps = config.seq_len or 0
+    if config.stable_transition and config.cell in CONTRACTIONS and config.spectral_clip:
         return [f"{config.cell} is a contraction already, --stable_transition changes nothing"]
-    grows = config.cell in GROWING or (config.cell == "gdn" and not contracts)
-    if grows and steps > MANY_STEPS and not config.stable_transition and config.scan != "goom":
+    if states_may_grow(config) and steps > MANY_STEPS:
         return [f"states of {config.cell} may overflow over {steps} steps: --stable_transition keeps them bounded"]
     return []
+
+
+def states_may_grow(config: "Config") -> bool:
+    """Whether the recurrence is one whose states nothing keeps bounded."""
+    grows = config.cell in GROWING or (config.cell == "gdn" and not config.spectral_clip)
+    return grows and not config.stable_transition and config.scan != "goom"
 
 
 def _cropped_kernels(config: "Config") -> list[str]:

@@ -23,6 +23,7 @@ from cssm.dry_run import dry_run
 from cssm.meter import Meter
 from cssm.report import Reporter
 from cssm.resume import resume_record
+from cssm.rules import states_may_grow
 from cssm.runs import open_run
 from cssm.setup import Setup, describe, set_up
 from cssm.signals import StopSignals, stopped
@@ -282,6 +283,7 @@ class Loop:
         message = (
             f"the {what} is not finite between steps {before} and {self.step} (learning rate "
             f"{self._learning_rate():.3g}); {saved}; try a smaller --lr or --grad_clip"
+            f"{', or --stable_transition' if states_may_grow(self.config) else ''}"
         )
         self.report.event("error", step=self.step, message=message)
         raise UserError(message, NON_FINITE)

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
     "cli": "cssm compare config memory report training hardware parallel",
-    "training": "cssm config data dry_run resume report checkpoint runs setup meter signals step parallel",
+    "training": "cssm config data dry_run resume rules report checkpoint runs setup meter signals step parallel",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",

@@ -225,8 +225,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
             log_every=2,
             ema_decay=0.0,
             norm_type="layer",
+            cssm="hgru",
         )
     assert error.value.exit_code == 5
+    assert str(error.value).endswith("try a smaller --lr or --grad_clip, or --stable_transition")
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         assert not [step for step in checkpoints.steps() if step > 1]
 
