@@ -97,7 +97,7 @@ def test_every_command_runs_in_turn(tmp_path):
     """In the README's order, cut to two steps; on the simulated devices of these tests."""
     for command in COMMANDS:
         argv = shlex.split(command)
-        if argv[0] == "compare":  # the runs that the commands before it made
+        if argv[:1] == ["compare"]:  # the runs that the commands before it made
             argv[1:] = [str(tmp_path)]
         trains = not {"devices", "compare", "--help"} & set(argv)
         more = ["--checkpoint_dir", str(tmp_path)] + (["--max_steps", "3"] if "--resume" in argv else SHORT)
