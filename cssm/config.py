@@ -58,14 +58,14 @@ class Config(RunningSettings, ParallelSettings, OptimisationSettings, DataSettin
         for name, setting in KNOBS.items():
             object.__setattr__(self, name, setting.coerce(getattr(self, name), f"--{name}"))
         for name, value in recipes.recipe(self).items():
-            if getattr(self, name) is None and KNOBS[name].unmet(self) is None:
+            if getattr(self, name) is None and not KNOBS[name].unmet(self):
                 object.__setattr__(self, name, value)
         rules.check(self, KNOBS)
 
     @property
     def cell(self) -> str | None:
         """The cell's name, or None where attention stands in its place."""
-        return self.cssm if KNOBS["cssm"].unmet(self) is None else None
+        return None if KNOBS["cssm"].unmet(self) else self.cssm
 
 
 KNOBS: dict[str, Knob] = knobs_of(Config)
@@ -109,7 +109,7 @@ def resolve(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> Config:
 def applicable(config: Config) -> dict[str, Any]:
     """The settings of a run that apply, None included. Written to a file and fed back they give the same run."""
     kept = {name: knob for name, knob in KNOBS.items() if knob.saved and "train" in knob.verbs}
-    return {name: getattr(config, name) for name, knob in kept.items() if knob.unmet(config) is None}
+    return {name: getattr(config, name) for name, knob in kept.items() if not knob.unmet(config)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,10 @@ def parse_args(argv: Sequence[str]) -> Parsed:
         verbs = " or ".join(KNOBS[stray[0]].verbs)
         raise UserError(f"--{stray[0]} does not apply to the verb {command.verb}: it is for {verbs}, leave it out")
     fresh = {name: value for name, value in given.items() if KNOBS[name].resume == "fresh"}
-    return Parsed(command.verb, Config(**(fresh if "resume" in given else given)), given, command.paths)
+    config = Config(**(fresh if "resume" in given else given))
+    if "resume" not in given:  # also the default of a setting: whoever gives it wants it to mean something
+        rules.check_applies(config, KNOBS, given)
+    return Parsed(command.verb, config, given, command.paths)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

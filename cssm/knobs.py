@@ -76,13 +76,15 @@ class Knob:
             raise UserError(f"{label} {value}: must be {multiple(self.multiple_of, result)}")
         return result
 
-    def unmet(self, settings: object) -> tuple[str, tuple[str, ...]] | None:
-        """The setting among `settings` because of which this one has no meaning, and what it must be; or None."""
+    def unmet(self, settings: object) -> list[tuple[str, tuple[str, ...]]]:
+        """Why this setting has no meaning among `settings`: of each way in which it would have one, the first setting
+        that is in its way, and what that must be. Empty where it has a meaning.
+        """
         causes = [
             next(((name, values) for name, values in way.items() if getattr(settings, name) not in values), None)
             for way in self.applies
         ]
-        return causes[0] if causes and None not in causes else None
+        return [] if None in causes else [cause for cause in causes if cause]
 
 
 def knob(default: Any, help: str, **properties: Any) -> Any:

@@ -4,7 +4,7 @@ With --target_params the width and the depth may be open; what depends on them i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from cssm.knobs import Knob, UserError, multiple
@@ -38,14 +38,7 @@ _INSTEAD = {"embed_dim": "dims", "depth": "depths", "dims": "embed_dim", "depths
 
 def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     """Raise UserError for settings that do not apply or do not fit together."""
-    for name, knob in knobs.items():
-        value, unmet = getattr(config, name), knob.unmet(config)
-        if unmet and value != knob.default:
-            cause, values = unmet
-            given = f"--{'no_' if value is False else ''}{name}" if knob.type is bool else f"--{name} {value}"
-            needed = f"it needs --{cause} {' or '.join(values)}"
-            needed += f", others have --{_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise UserError(f"{given} does not apply with --{cause} {getattr(config, cause)}: {needed}")
+    check_applies(config, knobs, [name for name, knob in knobs.items() if getattr(config, name) != knob.default])
     for name, choices in _BY_ARCH.items():
         value, allowed = getattr(config, name), choices.get(config.arch)
         if allowed and value not in allowed:
@@ -61,6 +54,18 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     _check_parallel(config)
     _check_trunk(config)
     _check_image(config)
+
+
+def check_applies(config: "Config", knobs: Mapping[str, Knob], names: Iterable[str]) -> None:
+    """Raise UserError for the first of the settings named that has no meaning among the others."""
+    for name in names:
+        knob, value = knobs[name], getattr(config, name)
+        if ways := knob.unmet(config):
+            given = f"--{'no_' if value is False else ''}{name}" if knob.type is bool else f"--{name} {value}"
+            needed = ", or ".join(dict.fromkeys(f"--{cause} {' or '.join(values)}" for cause, values in ways))
+            needed += f", others have --{_INSTEAD[name]}" if name in _INSTEAD else ""
+            cause = ways[0][0]
+            raise UserError(f"{given} does not apply with --{cause} {getattr(config, cause)}: it needs {needed}")
 
 
 def _check_stages(config: "Config") -> None:
@@ -169,8 +174,13 @@ def _check_divides(config: "Config", name: str, number: int) -> None:
     if common % number:
         divisors = [n for n in range(1, common + 1) if common % n == 0]
         near = [max(n for n in divisors if n < number), *(n for n in divisors if n > number)][:2]
-        what = f"embed_dim {common}" if config.arch not in STAGED else f"each of {', '.join(map(str, widths))} (--dims)"
-        raise UserError(f"--{name} {number} does not divide {what}: type {' or '.join(map(str, near))}")
+        what = f"each of {', '.join(map(str, widths))} (--dims)"
+        instead = ""
+        if config.arch not in STAGED:
+            step = math.lcm(number, 2)
+            wide = [n for n in (common // step * step, common // step * step + step) if n]
+            what, instead = f"embed_dim {common}", f", or --embed_dim {' or '.join(map(str, wide))}"
+        raise UserError(f"--{name} {number} does not divide {what}: type {' or '.join(map(str, near))}{instead}")
 
 
 def _check_image(config: "Config") -> None:

@@ -167,25 +167,51 @@ def _loop(step, start, gates, inputs, still, last_only, returned, unrolled=16) -
 
 
 def _associative(step, stable, start, gates, inputs, still, last_only):
+    """Prefixes doubled in length, log2(T) times (Hillis and Steele 1986), in a loop that is compiled once.
+
+    jax.lax.associative_scan does fewer products, but its program, unrolled over all rounds, took XLA many minutes to
+    compile at T = 1024.
+    """
     num_steps, n = jax.tree.leaves(gates)[0].shape[0], len(start)
     if still:
         inputs = jax.tree.map(lambda u: jnp.broadcast_to(u, (num_steps, *u.shape[1:])), inputs)
     zero = jnp.zeros(inputs[0].re.shape, start[0].re.dtype)
-    matrix = _matrix(step, stable, n, gates, len(inputs), zero)
-    vector = list(step(_zeros(n, zero), gates, inputs))
-    matrix, vector = jax.tree.map(lambda s: s.astype(zero.dtype), (matrix, vector))
-    _, states = jax.lax.associative_scan(_compose, (matrix, vector), axis=0)
-    states = tuple(states)
-    return _returned(inputs)(jax.tree.map(lambda s: s[-1:], states) if last_only else states)
+    rows = _matrix(step, stable, n, gates, len(inputs), zero)
+    matrix, vector = _stacked([_stacked(row) for row in rows]), _stacked(step(_zeros(n, zero), gates, inputs))
+    prefixes = jax.tree.map(lambda s: s.astype(zero.dtype), (matrix, vector))
+    ones = jnp.eye(n, dtype=zero.dtype).reshape(1, n, n, *[1] * (zero.ndim - 1))
+    nothing = (Spectrum(ones, 0 * ones), _stacked(_zeros(n, 0 * ones[:, 0, 0])))
+
+    def double(prefixes, length):
+        at = jnp.arange(num_steps)
+
+        def moved(plane, identity):
+            """At t, what ends at t - length: nothing, where that is before the first step."""
+            first = (at < length).reshape(-1, *[1] * (plane.ndim - 1))
+            return jnp.where(first, identity, jnp.roll(plane, length, axis=0))
+
+        return _compose(jax.tree.map(moved, prefixes, nothing), prefixes), None
+
+    lengths = 2 ** jnp.arange((num_steps - 1).bit_length())
+    (_, states), _ = jax.lax.scan(jax.checkpoint(double, prevent_cse=False), prefixes, lengths)
+    if last_only:
+        states = jax.tree.map(lambda s: s[-1:], states)
+    return _returned(inputs)(tuple(Spectrum(states.re[:, i], states.im[:, i]) for i in range(n)))
+
+
+def _stacked(spectra) -> Spectrum:
+    """n times [T, ...] -> [T, n, ...]."""
+    return jax.tree.map(lambda *planes: jnp.stack(planes, axis=1), *spectra)
 
 
 def _compose(earlier, later):
-    """(A2, u2) after (A1, u1) is (A2 A1, A2 u1 + u2)."""
+    """(A2, u2) after (A1, u1) is (A2 A1, A2 u1 + u2); A [T, n, n, ...], u [T, n, ...]."""
     (a1, u1), (a2, u2) = earlier, later
-    n = len(u1)
-    product = [[add(*(multiply(a2[i][r], a1[r][j]) for r in range(n))) for j in range(n)] for i in range(n)]
-    vector = [add(*(multiply(a2[i][r], u1[r]) for r in range(n)), u2[i]) for i in range(n)]
-    return product, vector
+    part = lambda z, *index: jax.tree.map(lambda plane: plane[(slice(None), *index)], z)
+    every, n = slice(None), u1.re.shape[1]
+    columns = [part(a2, every, r) for r in range(n)]
+    product = add(*(multiply(part(columns[r], every, None), part(a1, r, None)) for r in range(n)))
+    return product, add(*(multiply(columns[r], part(u1, r, None)) for r in range(n)), u2)
 
 
 def _goom(step, stable, start, gates, inputs, still, last_only):

@@ -210,7 +210,7 @@ class _Search:
 
     def _unit(self) -> int:
         """Of what a width has to be a multiple."""
-        divisors = (name for name in ("num_heads", "delta_key_dim") if KNOBS[name].unmet(self.config) is None)
+        divisors = (name for name in ("num_heads", "delta_key_dim") if not KNOBS[name].unmet(self.config))
         return math.lcm(2, *(getattr(self.config, name) or 1 for name in divisors))
 
 

@@ -30,6 +30,22 @@ def refusal(function, *args) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"arch": "baseline", "cssm": "hgru_bi"}, "--cssm hgru_bi does not apply with --arch baseline"),
+        ({"short_conv_size": 4}, "--short_conv_size 4 does not apply with --cssm hgru_bi: it needs --cssm gated"),
+        ({"spectral_clip": "true"}, "--spectral_clip does not apply with --cssm hgru_bi: it needs --cssm"),
+        ({"num_heads": 4}, "it needs --arch baseline, or --cssm spatial_attn or spatiotemporal_attn"),
+    ],
+)
+def test_what_is_given_must_mean_something_also_where_it_is_the_default(given, sentence, tmp_path):
+    path = tmp_path / "given.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in given.items()))
+    for argv in ([f"--{name}={value}" for name, value in given.items()], ["-f", str(path)]):
+        assert sentence in refusal(parse_args, argv)
+
+
 def test_typed_wins_over_file_over_recipe_over_default(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("arch: vit\nlr: 0.1\ndepth: 3\nlog_every: 7\n")

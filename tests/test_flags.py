@@ -192,10 +192,10 @@ def test_conditions_that_help_leaves_out_follow_from_those_it_tells(name):
     kept = {n: knob.default for n, knob in KNOBS.items()}
     for values in itertools.product(*(KNOBS[cause].choices for cause in causes)):
         settings = SimpleNamespace(**{**kept, **dict(zip(causes, values, strict=True))})
-        holds = all(getattr(settings, n) in values and KNOBS[n].unmet(settings) is None for n, values in told.items())
+        holds = all(getattr(settings, n) in values and not KNOBS[n].unmet(settings) for n, values in told.items())
         if any(getattr(settings, n) != kept[n] and KNOBS[n].unmet(settings) for n in causes):
             continue  # refused
-        assert holds == (KNOBS[name].unmet(settings) is None)
+        assert holds == (not KNOBS[name].unmet(settings))
 
 
 def yaml(tmp_path, text: str) -> dict:

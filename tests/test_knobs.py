@@ -101,10 +101,10 @@ def test_what_does_not_convert_is_refused(name, given, sentence):
 
 
 def test_a_knob_applies_when_all_its_conditions_hold():
-    assert KNOBS["switch"].unmet(Sample(kind="b")) is None
-    assert KNOBS["switch"].unmet(Sample()) == ("kind", ("b",))
-    assert KNOBS["switch"].unmet(Sample(kind="b", width=8)) == ("width", (4, 6))
-    assert KNOBS["kind"].unmet(Sample()) is None
+    assert KNOBS["switch"].unmet(Sample(kind="b")) == []
+    assert KNOBS["switch"].unmet(Sample()) == [("kind", ("b",))]
+    assert KNOBS["switch"].unmet(Sample(kind="b", width=8)) == [("width", (4, 6))]
+    assert KNOBS["kind"].unmet(Sample()) == []
 
 
 def test_declarations_are_read_from_the_fields():

@@ -75,8 +75,14 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             {"cssm": "spatial_attn", "pos_embed": "temporal"},
             "--pos_embed temporal turns all pixels of a frame alike, which spatial_attn does not see: type mrope",
         ),
-        ({"arch": "baseline", "num_heads": 5}, "--num_heads 5 does not divide embed_dim 32: type 4 or 8"),
-        ({"arch": "baseline", "num_heads": 99}, "--num_heads 99 does not divide embed_dim 32: type 32"),
+        (
+            {"arch": "baseline", "num_heads": 5},
+            "--num_heads 5 does not divide embed_dim 32: type 4 or 8, or --embed_dim 30 or 40",
+        ),
+        (
+            {"arch": "baseline", "num_heads": 99},
+            "--num_heads 99 does not divide embed_dim 32: type 32, or --embed_dim 198",
+        ),
         (
             {"arch": "convnext", "embed_dim": 64},
             "--embed_dim 64 does not apply with --arch convnext: it needs --arch simple or vit or baseline, others "
@@ -156,7 +162,10 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
         ({"cssm": "transformer", "k_state": False, "asymmetric_qk": True}, "--no_k_state leaves nothing for --asym"),
         ({"cssm": "transformer", "k_state": False, "feedback": False}, "--no_k_state leaves nothing for --no_feedback"),
         ({"cssm": "transformer", "feedback": False, "readout_state": "q"}, "--no_feedback keeps A from"),
-        ({"cssm": "gdn", "delta_key_dim": 5}, "--delta_key_dim 5 does not divide embed_dim 32: type 4 or 8"),
+        (
+            {"cssm": "gdn", "delta_key_dim": 5},
+            "--delta_key_dim 5 does not divide embed_dim 32: type 4 or 8, or --embed_dim 30 or 40",
+        ),
         ({"cssm": "standard", "transition": "scalar", "kernel_size": 3}, "--kernel_size 3 does not apply with"),
         ({"nproc_per_node": "x"}, "--nproc_per_node x: must be a number of processes, at least 1, or auto"),
         ({"nproc_per_node": "0"}, "--nproc_per_node 0: must be a number"),
@@ -211,10 +220,12 @@ def test_settings_that_do_not_go_together(settings, sentence):
     "settings, name", [({"arch": "baseline", "num_heads": 5}, "num_heads"), ({"embed_dim": 33}, "embed_dim")]
 )
 def test_what_an_error_tells_to_type_is_accepted(settings, name):
-    numbers = re.findall(r"\d+", refusal(**settings).split("type ")[1])
-    assert len(numbers) == 2
-    for number in numbers:
+    numbers, *wider = refusal(**settings).split("type ")[1].split(", or --embed_dim ")
+    assert len(re.findall(r"\d+", numbers)) == 2
+    for number in re.findall(r"\d+", numbers):
         Config(**{**settings, name: number})
+    for number in re.findall(r"\d+", *wider) if wider else ():
+        Config(**{**settings, "embed_dim": number})
 
 
 @pytest.mark.parametrize(

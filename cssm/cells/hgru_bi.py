@@ -43,7 +43,7 @@ class HGRUBilinear(nn.Module):
 
 
 def _step(k_exc: Spectrum, k_inh: Spectrum):
-    """One time step, docs/math.md equation (3); the right-hand states are those of t - 1."""
+    """One time step, docs/math.md equation (4); the right-hand states are those of t - 1."""
 
     def step(h, g, u):
         x, y, z = h
