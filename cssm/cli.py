@@ -6,6 +6,7 @@ processes this program is its own parent: it starts the same command again, as w
 
 import errno
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -78,7 +79,17 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
                 compare(parsed.paths, stream)
                 return 0
             if places := [] if worker else _places(config):
+                if parsed.verb == "bench":
+                    kind = places[0].job.kind
+                    raise JobError(
+                        f"bench measures from one process, and this is one of a job ({kind}): start it alone"
+                    )
                 return _start(argv, parsed, places, stream)
+            if parsed.verb == "bench":
+                from cssm.bench import bench
+
+                bench(config, shlex.join(["main.py", *argv]), stream)
+                return 0
             return _work(parsed, worker, stream)
         except BrokenPipeError:
             raise

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from cssm import markdown
 from cssm.config import KNOBS, UserError
 
 EVENTS = "metrics.jsonl"
@@ -127,17 +128,7 @@ def table(records: Sequence[Record]) -> str:
         values = _values(record, records[0])
         shown = ("-" if values[key] is None else form.format(values[key]) for key, (_, form) in COLUMNS.items())
         rows.append((name, *shown))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        return (
-            f"| {row[0]:<{widths[0]}} | "
-            + " | ".join(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
-            + " |"
-        )
-
-    rule = f"|{'-' * (widths[0] + 2)}|" + "|".join(f"{'-' * (w + 1)}:" for w in widths[1:]) + "|"
-    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])
+    return markdown.table(rows)
 
 
 def labels(records: Sequence[Record]) -> list[str]:

@@ -16,6 +16,7 @@ from cssm.rules import warnings_for
 from cssm.settings import (
     CellSettings,
     DataSettings,
+    MeasuringSettings,
     ModelSettings,
     OptimisationSettings,
     ParallelSettings,
@@ -43,7 +44,15 @@ __all__ = [
 
 # The fields of a dataclass begin with those of its last base.
 @dataclasses.dataclass(frozen=True)
-class Config(RunningSettings, ParallelSettings, OptimisationSettings, DataSettings, CellSettings, ModelSettings):
+class Config(
+    MeasuringSettings,
+    RunningSettings,
+    ParallelSettings,
+    OptimisationSettings,
+    DataSettings,
+    CellSettings,
+    ModelSettings,
+):
     """All settings of a run. None means what the setting's `unset` says; one that does not apply keeps its
     default. Sizes are in pixels or channels, intervals in optimizer steps.
     """
@@ -94,6 +103,8 @@ def _settle(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str,
     dropped = {name for pair in _EITHER if typed.keys() & pair for name in pair}
     if typed.keys() & {*parts, "global_batch_size"} and "global_batch_size" in {**kept, **typed}:
         dropped |= {"global_batch_size"} if parts <= typed.keys() else parts
+    if typed.keys() & {"batch_sizes", "find_batch_size"}:
+        dropped |= {"batch_size", "global_batch_size"}
     for sizes in _SIZES:
         touched = typed.keys() & {*sizes, "depths", "target_params"}
         if touched and kept.keys() >= sizes and "target_params" in {**kept, **typed}:
@@ -137,6 +148,8 @@ def parse_args(argv: Sequence[str]) -> Parsed:
             words = " and ".join(f"--{name}" for name in sorted(sizes, reverse=True))
             raise UserError(f"--target_params finds {words}, and all of them are typed: leave one out")
     from_file = read_yaml(command.config_path) if command.config_path else {}
+    if command.verb == "bench":  # which may be given the configuration of a run, and takes what concerns a step
+        from_file = {name: value for name, value in from_file.items() if KNOBS[name].verbs != ("train",)}
     given = _settle(command.typed, from_file)
     if stray := [name for name in given if command.verb not in KNOBS[name].verbs]:
         verbs = " or ".join(KNOBS[stray[0]].verbs)

@@ -44,12 +44,9 @@ def dry_run(setup: Setup, report: Reporter) -> dict[str, Any]:
 
 def costs(setup: Setup, layout: TrainState) -> dict[str, int | None]:
     """train_flops_per_image, and the bytes on each device (see `dry_run`), from the backward pass as it is traced."""
-    batching, image_shape = setup.batching, setup.outline.image_shape
+    batching = setup.batching
     images = batching.batch_size * batching.grad_accum
-    batch = {
-        "image": jax.ShapeDtypeStruct((images, *image_shape), jnp.uint8),
-        "label": jax.ShapeDtypeStruct((images,), jnp.int32),
-    }
+    batch = setup.batch_shapes(images)
     backward = make_backward(setup.step_model, setup.strategy, setup.config, batching.grad_accum)
     jaxpr = trace(backward, layout, batch, axes=[(par.AXIS, batching.devices)])
     try:

@@ -183,7 +183,7 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         f"usage: python main.py [{'|'.join(verbs)}] [flags]      (installed: cssm ...)",
         "",
         "Train CSSM vision models, on every visible device unless told otherwise. No verb means train;",
-        "devices shows and tests what there is; compare RUN RUN ... puts runs side by side.",
+        "devices shows and tests what there is; compare RUN RUN ... puts runs side by side; bench times steps.",
         "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
         "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",
         "N may be written 300k, 1.5M or 2G: thousands, millions, thousands of millions.",

@@ -24,8 +24,9 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
-VERBS = ("train", "devices", "compare")
-WITH_DEVICES = ("train", "devices")
+VERBS = ("train", "devices", "compare", "bench")
+TRAINING = ("train", "bench")
+WITH_DEVICES = ("train", "devices", "bench")
 
 Applies = Mapping[str, tuple[str, ...]]
 

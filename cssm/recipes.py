@@ -138,7 +138,7 @@ def recipe(config: "Config") -> Row:
     values["base_batch_size"] = values["batch_size"]
     values["lr"] = round(values["lr"] * values.pop("lr_factor"), 10)  # 0.009, not 0.009000000000000001
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()
-    given |= {"batch_size"} if config.global_batch_size else set()
+    given |= {"batch_size"} if config.global_batch_size or config.batch_sizes or config.find_batch_size else set()
     given |= {"embed_dim", "depth", "dims"} if config.target_params else set()  # cssm.size finds what is left open
     return {name: value for name, value in values.items() if name not in given}
 

@@ -29,6 +29,12 @@ def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[C
                 f"--{name} {value}: the run to resume has {getattr(before, name)}, which cannot change; "
                 f"leave --{name} out, or start a new run without --resume"
             )
+    if typed.get("find_batch_size"):
+        if typed.get("resume") != "auto":  # which is typed for a first start and for later ones alike
+            raise UserError(
+                "--find_batch_size is for a new run, the one to resume keeps its effective batch: leave it out"
+            )
+        typed = {name: value for name, value in typed.items() if name != "find_batch_size"}
     anew = {name: value for name, value in typed.items() if KNOBS[name].resume != "fixed"}
     after = resolve(anew, record)
     kept = [name for name in KNOBS if KNOBS[name].resume != "fresh"]

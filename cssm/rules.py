@@ -52,6 +52,8 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     _check_stages(config)
     _check_cell(config)
     _check_parallel(config)
+    _check_batches(config)
+    _check_peer(config)
     _check_trunk(config)
     _check_image(config)
 
@@ -165,6 +167,35 @@ def _check_parallel(config: "Config") -> None:
         for name in (name for name, wanted in stray.items() if wanted):
             what = "works in one process" if name == "nproc_per_node" else "does without collectives"
             raise UserError(f"--sync_backend cpu {what}, --{name} does not: leave one of the two out")
+
+
+def _check_batches(config: "Config") -> None:
+    """That they are said in one way; and the lists of a benchmark."""
+    for name in ("devices", "batch_sizes"):
+        given = getattr(config, name)
+        found = numbers(given or "1")
+        if not found or 0 in found or len(set(found)) < len(found):
+            raise UserError(
+                f"--{name} {given}: must be different numbers from 1 on, separated by commas, for example 1,2,4"
+            )
+    ways = {"batch_sizes": config.batch_sizes, "find_batch_size": config.find_batch_size}
+    ways |= {"batch_size": config.batch_size, "global_batch_size": config.global_batch_size}
+    given = [f"--{name}" if value is True else f"--{name} {value}" for name, value in ways.items() if value]
+    if (config.batch_sizes or config.find_batch_size) and len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]} both set the batch: leave one of the two out")
+    if config.find_batch_size and config.dry_run:
+        raise UserError("--find_batch_size takes steps, and --dry_run takes none: leave one of the two out")
+
+
+def _check_peer(config: "Config") -> None:
+    """What PyTorch's side of a benchmark does not do."""
+    here = {"temporal_attn_every": config.temporal_attn_every, "use_dwconv": config.use_dwconv}
+    here |= {"ema_decay": config.ema_decay, "drop_path_rate": config.drop_path_rate, "remat": config.remat}
+    here |= {"grad_accum": (config.grad_accum or 1) > 1, "target_params": config.target_params}
+    if config.peer != "none" and (stray := [name for name, value in here.items() if value]):
+        raise UserError(
+            f"--peer {config.peer} trains the plain attention model, without --{stray[0]}: leave one of the two out"
+        )
 
 
 def _check_divides(config: "Config", name: str, number: int) -> None:

@@ -96,7 +96,7 @@ def _steps(directory: Path) -> list[Path]:
 
 def _new_directory(config: Config, root: Path, make: bool) -> Path:
     if config.run_name is None:
-        return _unused_directory(config, root) if make else root / _name(config)
+        return unused_directory(root, _name(config)) if make else root / _name(config)
     directory = root / config.run_name
     # With --resume auto there is no checkpoint in it: a run that ended before its first one begins anew.
     if config.resume is None and directory.exists() and any(directory.iterdir()):
@@ -111,12 +111,16 @@ def _new_directory(config: Config, root: Path, make: bool) -> Path:
 
 def _name(config: Config) -> str:
     """After the time and the model."""
-    return "_".join(filter(None, (time.strftime("%Y%m%d-%H%M%S"), config.arch, config.cell)))
+    return named_by_time(config.arch, config.cell)
 
 
-def _unused_directory(config: Config, root: Path) -> Path:
-    """Made and named after the time and the model; runs of the same second are told apart by a number."""
-    name = _name(config)
+def named_by_time(*words: str | None) -> str:
+    """The time of now and the words, those that are given."""
+    return "_".join(filter(None, (time.strftime("%Y%m%d-%H%M%S"), *words)))
+
+
+def unused_directory(root: Path, name: str) -> Path:
+    """Makes the directory of that name in root; where there is one, names of the same second end in a number."""
     root.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(1):
         directory = root / (name if attempt == 1 else f"{name}_{attempt}")

@@ -59,6 +59,13 @@ class Setup:
         image_shape = self.outline.image_shape
         return init_state(self.model, self.tx, self.strategy, self.config, image_shape, index)
 
+    def batch_shapes(self, images: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of a batch with so many images."""
+        return {
+            "image": jax.ShapeDtypeStruct((images, *self.outline.image_shape), jnp.uint8),
+            "label": jax.ShapeDtypeStruct((images,), jnp.int32),
+        }
+
     def layout(self) -> TrainState:
         """Shapes of what each device holds, Slices where it is a part."""
         return jax.eval_shape(lambda: self.initial_state(0))
@@ -98,7 +105,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         devices=devices,
         batching=batching,
         outline=outline,
-        sources={split: _load(config, split, report) for split in outline.examples} if load else {},
+        sources={split: load_split(config, split, report) for split in outline.examples} if load else {},
         model=models.build(config, num_classes, bn_axis=bn_axis),
         step_model=models.build(config, num_classes, wrapper(config, strategy), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
@@ -162,7 +169,8 @@ def _flops(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         return {"flops_per_image": None, "flops_uncounted": str(error)}
 
 
-def _load(config: Config, split: str, report: Reporter) -> Source:
+def load_split(config: Config, split: str, report: Reporter) -> Source:
+    """The train, val or test split; the report shows how far it is."""
     with report.busy(f"preparing {config.dataset} {split}") as count:
         return data.load(config, split, count)
 

@@ -7,7 +7,6 @@ numbers. A checkpoint holds everything that the next step needs, and is never ma
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -16,24 +15,25 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from cssm.checkpoint import Checkpoints
+from cssm.batch_size import with_found_batch_size
+from cssm.checkpoint import Checkpoints, saved_meta
 from cssm.config import Config, UserError, applicable, write_yaml
-from cssm.data.pipeline import eval_batches, train_batches
+from cssm.data.pipeline import eval_batches
 from cssm.dry_run import dry_run
+from cssm.engine import STEPS_AHEAD, Engine
 from cssm.meter import Meter
 from cssm.report import Reporter
 from cssm.resume import resume_record
 from cssm.rules import states_may_grow
-from cssm.runs import open_run
+from cssm.runs import Run, open_run
 from cssm.setup import Setup, describe, set_up
 from cssm.signals import StopSignals, stopped
-from cssm.step import Sums, Totals, TrainState, make_backward, make_eval_step, make_finish
+from cssm.step import Totals, TrainState, make_eval_step
+from cssm.tracing import Trace, check_length
 from parallel import devices as par
 from parallel import job, sharded
 from parallel.selftest import collective_self_test
 
-# How many steps the host may be ahead of the devices: enough to hide dispatch, little enough to stop promptly.
-STEPS_AHEAD = 4
 NON_FINITE = 5
 
 
@@ -59,7 +59,10 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
     }
     try:
         with Reporter(None if config.dry_run else run.directory, **options) as report, StopSignals() as stop:
+            if run.config.find_batch_size:
+                run = with_found_batch_size(run, devices, report)
             setup = set_up(run, devices, report, load=not config.dry_run)
+            check_length(config.profile, setup.total_steps - _step_before(run))
             if config.dry_run:
                 return dry_run(setup, report)
             with Checkpoints(run.checkpoints, run.config.max_checkpoints, first_process) as checkpoints:
@@ -71,6 +74,11 @@ def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: I
         if first_process and not config.dry_run:
             run.discard_if_unused()
         raise
+
+
+def _step_before(run: Run) -> int:
+    """The last step of the run that goes on here, 0 for a new one."""
+    return saved_meta(run.checkpoints)["step"] if run.resumed else 0
 
 
 def _check_reached_jax(config: Config) -> None:
@@ -97,16 +105,10 @@ class Loop:
     ) -> None:
         self.setup, self.config = setup, setup.config
         self.report, self.checkpoints, self.stop, self.meter = report, checkpoints, stop, meter
-        backward = make_backward(setup.step_model, setup.strategy, self.config, setup.batching.grad_accum)
-        finish = make_finish(setup.tx, setup.strategy, self.config)
-        self.train_step = setup.strategy.program(backward, finish, setup.devices)
+        self.engine = Engine(setup, meter)
         self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy), setup.devices)
-        self.no_sums = par.replicate(Sums.zeros(), setup.devices)
-        self.own_share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.highest = par.spmd(lambda number: jax.lax.pmax(number, par.AXIS), setup.devices)
         self.asked: jax.Array | None = None
-        self.state: TrainState
-        self.window = self.no_sums
         self.step = 0
         self.saved_step = -1
         self.best: dict[str, Any] = {}
@@ -132,11 +134,10 @@ class Loop:
                 ahead = f"step {self.step} was the last, no step is left; a larger --epochs or --max_steps goes on"
             for note in (*notes, ahead):
                 report.line(f"note: {note}")
-            self.state = sharded.place(state, layout, setup.devices)
+            self.engine.state = sharded.place(state, layout, setup.devices)
         else:
-            with report.busy("initialising the parameters"), self.meter.span("compile"):
-                # Each device makes its own part: nowhere need the whole state fit.
-                self.state = par.spmd(setup.initial_state, setup.devices)(par.device_indices(setup.devices))
+            with report.busy("initialising the parameters"):
+                self.engine.initialise()
         if jax.process_index() == 0:
             write_yaml(run.directory / "config.yaml", applicable(self.config))
 
@@ -164,32 +165,18 @@ class Loop:
 
     def take_steps(self) -> None:
         """Every step that is left; raises Stopped after the first one at which that was asked for."""
-        config, total, first = self.config, self.setup.total_steps, self.step + 1
-        host_batches = train_batches(
-            self.setup.sources["train"],
-            self.setup.batching.effective,
-            config.seed,
-            first,
-            total,
-            workers=config.num_workers or 0,
-            prefetch=config.prefetch,
-            **self.own_share,
-        )
-        batches = par.prefetch_to_device(host_batches, self.setup.devices, config.prefetch)
-        in_flight: deque[jax.Array] = deque()
+        total, first = self.setup.total_steps, self.step + 1
         if first > total:
             return
-        with self.report.progress(total, self.step), closing(batches):
+        batches, trace = self.engine.batches(first, total), Trace(self.config.profile, self.engine.wait)
+        with self.report.progress(total, self.step), closing(batches), trace:
             for self.step in range(first, total + 1):
-                with self.meter.span("data_wait"):
-                    batch = next(batches)
+                trace.at(self.engine.taken)
+                batch = self.engine.next_of(batches)
                 if self.step == first:
                     self._first_step(batch)
                 else:
-                    self.state, self.window = self.train_step(self.state, self.window, batch)
-                in_flight.append(self.window.steps)
-                if len(in_flight) > STEPS_AHEAD:
-                    in_flight.popleft().block_until_ready()
+                    self.engine.take(batch)
                 self.report.update(self.step)
                 self._after_step(first, total)
                 if self.step < total and (signal_number := self._agreed_signal()):
@@ -220,9 +207,8 @@ class Loop:
         return summary
 
     def _first_step(self, batch: dict[str, jax.Array]) -> None:
-        with self.report.compiling("compiling the training step"), self.meter.span("compile"):
-            self.state, self.window = self.train_step(self.state, self.window, batch)
-            jax.block_until_ready(self.window)
+        with self.report.compiling("compiling the training step"):
+            self.engine.take_first(batch)
         self.time_to_first_step_s = time.monotonic() - self.meter.started
 
     def _agreed_signal(self) -> int:
@@ -254,7 +240,7 @@ class Loop:
 
     def _log(self) -> None:
         totals = self._checked_window()
-        self.window = self.no_sums
+        self.engine.reset()
         rates = self.meter.window(totals.steps, totals.count)
         self.report.event(
             "step",
@@ -274,7 +260,7 @@ class Loop:
 
     def _checked_window(self) -> Totals:
         """The totals since the last log line, if they are finite."""
-        totals = Totals.of(self.window, self.setup.devices)
+        totals = Totals.of(self.engine.window, self.setup.devices)
         if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
             return totals
         what = "loss" if not math.isfinite(totals.loss) else "gradient"
@@ -290,17 +276,18 @@ class Loop:
 
     def _evaluate(self, split: str) -> None:
         """Every example of the split once, whatever the number of devices; with the averaged parameters if any."""
-        jax.block_until_ready(self.window)
-        params = self.state.ema_params if self.config.ema_decay else self.state.params
+        self.engine.wait()
+        state = self.engine.state
+        params = state.ema_params if self.config.ema_decay else state.params
         batch_size = self.setup.batching.batch_size * self.setup.batching.devices
         own_size = batch_size // jax.process_count()
-        workers, sums = self.config.num_workers or 0, self.no_sums
+        workers, sums = self.config.num_workers or 0, self.engine.no_sums
         with self.report.busy(f"evaluating {split}"), self.meter.span("evaluate"):
-            ragged = eval_batches(self.setup.sources[split], batch_size, workers=workers, **self.own_share)
+            ragged = eval_batches(self.setup.sources[split], batch_size, workers=workers, **self.engine.own_share)
             padded = (par.pad_and_mask(batch, own_size) for batch in ragged)
             with closing(par.prefetch_to_device(padded, self.setup.devices, self.config.prefetch)) as batches:
                 for batch in batches:
-                    sums = self.eval_step(params, self.state.batch_stats, sums, batch)
+                    sums = self.eval_step(params, state.batch_stats, sums, batch)
             totals = Totals.of(sums, self.setup.devices)
         result = {"step": self.step, **totals.means, "count": totals.count}
         best = split == "val" and result["accuracy"] >= self.best.get("accuracy", -1.0)
@@ -321,7 +308,7 @@ class Loop:
                 "config": resume_record(self.config, self.setup.batching.effective, self.setup.batching.grad_accum),
             }
             metric = val["accuracy"] if val.get("step") == self.step else None
-            self.checkpoints.save(self.step, sharded.fetch(self.state, self.setup.devices), meta, metric)
+            self.checkpoints.save(self.step, sharded.fetch(self.engine.state, self.setup.devices), meta, metric)
         self.saved_step = self.step
 
     def _wait_for_checkpoints(self) -> None:

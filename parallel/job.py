@@ -6,6 +6,7 @@ Loads jax only where it joins. Process 0 runs the coordination service of jax.di
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -210,13 +211,29 @@ def share(name: str, decide: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
+def gather(name: str, value: Any, timeout_s: float = math.inf) -> list[Any]:
+    """What each process says, values that JSON can hold, in the order of the processes and in all of them; all must
+    call it alike. LaunchError where one says nothing within timeout_s.
+    """
+    client = _client()
+    if client is None:
+        return [value]
+    import jax
+
+    key = f"cssm/{name}/{_calls[name]}"
+    _calls[name] += 1
+    client.key_value_set(f"{key}/{_process_id()}", json.dumps(value))
+    deadline = time.monotonic() + timeout_s
+    return [json.loads(_wait_for_key(client, f"{key}/{i}", deadline)) for i in range(jax.process_count())]
+
+
 def _process_id() -> int:
     from jax._src import distributed
 
     return distributed.global_state.process_id
 
 
-def _wait_for_key(client: Any, key: str) -> str:
+def _wait_for_key(client: Any, key: str, deadline: float = math.inf) -> str:
     import jax
 
     while True:
@@ -225,3 +242,5 @@ def _wait_for_key(client: Any, key: str) -> str:
         except jax.errors.JaxRuntimeError as error:  # in between, Python can answer a signal
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+            if time.monotonic() > deadline:
+                raise LaunchError(f"no answer to {key} came: the process that is asked for it hangs") from None

@@ -18,12 +18,23 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
-    "cli": "cssm compare config memory report training hardware parallel",
-    "training": "cssm config data dry_run resume rules report checkpoint runs setup meter signals step parallel",
+    "cli": "bench cssm compare config memory report training hardware parallel",
+    "bench": "config data peer apart ledger measure report runs stages parallel",
+    "measure": "cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
+    "peer": "apart config",
+    "apart": "config",
+    "ledger": "cssm config markdown report",
+    "markdown": "",
+    "cards": "",
+    "training": "cssm batch_size checkpoint config data dry_run engine meter report resume rules runs setup signals step "
+    "tracing parallel",
+    "batch_size": "config data engine memory meter report runs setup parallel",
+    "engine": "data meter setup step parallel",
+    "tracing": "config",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
-    "compare": "config",
+    "compare": "config markdown",
     "advice": "",
     "step": "config models parallel",
     "optimizers": "config",
@@ -71,7 +82,7 @@ TOP_LEVEL = {
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
-NO_JAX |= {"memory", "advice"}
+NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.

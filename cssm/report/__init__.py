@@ -104,7 +104,7 @@ class Reporter:
             self.line(text[:width] if text == RULE else text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record one event: config | step | eval | checkpoint | summary | devices | error.
+        """Record one event: config | step | eval | checkpoint | summary | devices | bench | error.
 
         step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms.
         eval: split, step, loss, accuracy, count, and best=True where it is the best so far; it is printed.

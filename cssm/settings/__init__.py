@@ -5,6 +5,7 @@ family.py names the trunks and cells, and where among them a setting has a meani
 
 from cssm.settings.cells import CellSettings
 from cssm.settings.data import DataSettings
+from cssm.settings.measuring import MeasuringSettings
 from cssm.settings.model import ModelSettings
 from cssm.settings.optimisation import OptimisationSettings
 from cssm.settings.parallel import ParallelSettings
@@ -13,6 +14,7 @@ from cssm.settings.running import RunningSettings
 __all__ = [
     "CellSettings",
     "DataSettings",
+    "MeasuringSettings",
     "ModelSettings",
     "OptimisationSettings",
     "ParallelSettings",

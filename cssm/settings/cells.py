@@ -4,10 +4,10 @@ import dataclasses
 from functools import partial
 
 from cssm import recipes
-from cssm.knobs import knob
+from cssm.knobs import TRAINING, knob
 from cssm.settings.family import GATES, RECURRENT, cells, spectral
 
-_model = partial(knob, group="model", resume="fixed")
+_model = partial(knob, group="model", resume="fixed", verbs=TRAINING)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,9 @@ import dataclasses
 from functools import partial
 
 from cssm import recipes
-from cssm.knobs import knob
+from cssm.knobs import TRAINING, knob
 
-_data = partial(knob, group="data", resume="fixed")
+_data = partial(knob, group="data", resume="fixed", verbs=TRAINING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,5 +26,5 @@ class DataSettings:
         resume="fresh")
     max_train_examples: int | None = _data(None, "train on the first so many", bounds="[1,)", unset="all")
     max_eval_examples: int | None = _data(None, "evaluate on the first so many", bounds="[1,)", resume="kept",
-        unset="all")
+        verbs=("train",), unset="all")
     # fmt: on

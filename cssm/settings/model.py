@@ -4,7 +4,7 @@ import dataclasses
 from functools import partial
 
 from cssm import recipes
-from cssm.knobs import knob
+from cssm.knobs import TRAINING, knob
 from cssm.settings.family import (
     ARCHS,
     ATTENTION,
@@ -21,7 +21,7 @@ from cssm.settings.family import (
 _POSITIONS = ("none", "learnable", "sinusoidal", "temporal", "spatial_only", "spatiotemporal")
 _POSITIONS += ("spatiotemporal_legacy", "mrope", "separate")
 
-_model = partial(knob, group="model", resume="fixed")
+_model = partial(knob, group="model", resume="fixed", verbs=TRAINING)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import knob
+from cssm.knobs import TRAINING, knob
 from cssm.recipes import OPTIMIZERS
 
-_optim = partial(knob, group="optimisation")
+_optim = partial(knob, group="optimisation", verbs=TRAINING)
+_train = partial(knob, group="optimisation")
 
 
 def _rule(name: str) -> dict[str, tuple[str, ...]]:
@@ -19,17 +20,17 @@ class OptimisationSettings:
     """How long, how fast, with which batch."""
 
     # fmt: off
-    epochs: int | None = _optim(None, "passes over the training data", bounds="[1,)", aliases=("num_epochs",))
-    max_steps: int | None = _optim(None, "optimizer steps; given with epochs, whichever ends first",
+    epochs: int | None = _train(None, "passes over the training data", bounds="[1,)", aliases=("num_epochs",))
+    max_steps: int | None = _train(None, "optimizer steps; given with epochs, whichever ends first",
         bounds="[1,)", unset="by epochs")
     lr: float | None = _optim(None, "peak learning rate", bounds="(0,)", aliases=("learning_rate",))
     lr_scale: str = _optim("none", "multiply lr by effective batch / base_batch_size, or its square root",
         choices=("none", "linear", "sqrt"))
     base_batch_size: int | None = _optim(None, "effective batch for which lr is meant", bounds="[1,)",
         applies={"lr_scale": ("linear", "sqrt")}, unset="the recipe's batch_size")
-    warmup_steps: int | None = _optim(None, "steps until the learning rate is full", bounds="[0,)",
+    warmup_steps: int | None = _train(None, "steps until the learning rate is full", bounds="[0,)",
         unset="5% of the run")
-    warmup_epochs: float | None = _optim(None, "the same in epochs", bounds="[0,)", unset="see warmup_steps")
+    warmup_epochs: float | None = _train(None, "the same in epochs", bounds="[0,)", unset="see warmup_steps")
     schedule: str = _optim("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
     weight_decay: float = _optim(1e-4, "decoupled weight decay of the matrices", bounds="[0,)")
     grad_clip: float = _optim(1.0, "highest norm of the gradient, 0 for no limit", bounds="[0,)",
@@ -48,6 +49,8 @@ class OptimisationSettings:
         aliases=("per_device_train_batch_size",))
     global_batch_size: int | None = _optim(None, "images per step; with batch_size it gives grad_accum",
         bounds="[1,)", unset="batch_size x devices x grad_accum")
+    find_batch_size: bool = _train(False, "find the batch_size: the largest power of two with which a step fits the "
+        "memory of the devices", resume="fresh", saved=False)
     grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
         aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
     seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed")

@@ -3,10 +3,10 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import VERBS, WITH_DEVICES, knob
+from cssm.knobs import TRAINING, VERBS, WITH_DEVICES, knob
 from cssm.settings.family import BLOCKS, RECURRENT, spectral
 
-_precision = partial(knob, group="precision and memory")
+_precision = partial(knob, group="precision and memory", verbs=TRAINING)
 _checkpoint = partial(knob, group="checkpoints")
 _report = partial(knob, group="reporting")
 
@@ -31,7 +31,7 @@ class RunningSettings:
     xla_flags: str | None = _precision(None, "flags for XLA, added to those in XLA_FLAGS", resume="fresh",
         verbs=WITH_DEVICES, unset="none")
     checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
-        resume="fresh")
+        resume="fresh", verbs=TRAINING)
     run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="TIME_ARCH_CSSM")
     save_every: int | None = _checkpoint(None, "steps between checkpoints", bounds="[1,)",
         aliases=("save_interval",), unset="at each evaluation")
@@ -43,6 +43,8 @@ class RunningSettings:
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=WITH_DEVICES)
     headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
+    profile: str | None = _report(None, "write a trace of 5 steps into this folder: the 6th to the 10th, or with bench "
+        "those after the timed ones", resume="fresh", saved=False, verbs=TRAINING, unset="no trace")
     dry_run: bool = _report(False, "show parameters, FLOPs and memory, and stop before anything is made or written",
         resume="fresh", saved=False)
     debug: bool = _report(False, "show the traceback of errors", resume="fresh", verbs=VERBS)
