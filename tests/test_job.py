@@ -4,11 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 
-from parallel.job import LaunchError, SharedError, check_port, free_port, leave, share
+from parallel import job
+from parallel.job import LaunchError, SharedError, check_port, free_port, gather, leave, share
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,7 +32,35 @@ def test_in_a_single_process_sharing_is_a_call_and_leaving_is_nothing():
     assert share("a", lambda: (1, 2)) == (1, 2)
     with pytest.raises(OSError, match="it is so"):
         share("a", lambda: (_ for _ in ()).throw(OSError("it is so")))
+    assert gather("b", 3) == [3]
     leave()
+
+
+class Store:
+    """The store of a job of two, where process 1 answers only to the first question."""
+
+    def __init__(self):
+        self.values = {"cssm/fits/0/1": "false"}
+
+    def key_value_set(self, key, text):
+        assert key not in self.values
+        self.values[key] = text
+
+    def blocking_key_value_get(self, key, wait_ms):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: x")
+        return self.values[key]
+
+
+def test_all_say_something_and_one_that_hangs_is_told(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(job, "_client", lambda: store)
+    monkeypatch.setattr(job, "_process_id", lambda: 0)
+    monkeypatch.setattr(job, "_calls", Counter())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert gather("fits", True) == [True, False]
+    with pytest.raises(LaunchError, match="no answer to cssm/fits/1/1 came"):
+        gather("fits", True, timeout_s=0.0)
 
 
 # Joins as process argv[1] of 3 at port argv[2], shares twice under one name, then shares errors, and leaves.
@@ -44,6 +75,7 @@ def fail():
     raise error
 time.sleep(1.5 if rank == 0 else 0)  # longer than a wait for a key lasts
 shared = [job.share("a", lambda: [rank, "first"]), job.share("a", lambda: {{"rank": rank}})]
+assert job.gather("c", rank * 10) == [0, 10, 20]
 try:
     job.share("b", fail)
 except Exception as error:

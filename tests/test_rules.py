@@ -210,6 +210,13 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
             {"arch": "vit", "stem_mode": "patch", "image_size": 24},
             "--image_size 24 does not split into patches of 16: it must be a multiple of 16, type 16 or 32",
         ),
+        ({"devices": "1,x"}, "--devices 1,x: must be different numbers from 1 on, separated by commas"),
+        ({"batch_sizes": "8,0"}, "--batch_sizes 8,0: must be different numbers from 1 on"),
+        ({"batch_sizes": "8,8"}, "--batch_sizes 8,8: must be different numbers from 1 on"),
+        ({"batch_sizes": "8,16", "batch_size": 4}, "--batch_sizes 8,16 and --batch_size 4 both set the batch"),
+        ({"batch_sizes": "8", "global_batch_size": 4}, "--batch_sizes 8 and --global_batch_size 4 both set the batch"),
+        ({"find_batch_size": True, "batch_size": 4}, "--find_batch_size and --batch_size 4 both set the batch"),
+        ({"find_batch_size": True, "dry_run": True}, "--find_batch_size takes steps, and --dry_run takes none"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, sentence):
