@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import IO, NoReturn
 
 from cssm import __version__
-from cssm.config import Config, Parsed, UserError, parse_args
+from cssm.config import TRAINING, Config, Parsed, UserError, parse_args
 from cssm.memory import is_out_of_memory, out_of_memory
 from parallel.find import find_job
 from parallel.job import Job, JobError, join, leave
@@ -85,12 +85,7 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
                         f"bench measures from one process, and this is one of a job ({kind}): start it alone"
                     )
                 return _start(argv, parsed, places, stream)
-            if parsed.verb == "bench":
-                from cssm.bench import bench
-
-                bench(config, shlex.join(["main.py", *argv]), stream)
-                return 0
-            return _work(parsed, worker, stream)
+            return _work(argv, parsed, worker, stream)
         except BrokenPipeError:
             raise
         except KeyboardInterrupt:
@@ -151,7 +146,7 @@ def _start(argv: Sequence[str], parsed: Parsed, places: Sequence[Place], stream:
     return run(command, places, config.heartbeat_timeout, verbose=config.debug, stdout=stream)
 
 
-def _work(parsed: Parsed, worker: Worker | None, stream: IO[str] | None) -> int:
+def _work(argv: Sequence[str], parsed: Parsed, worker: Worker | None, stream: IO[str] | None) -> int:
     if worker is None:
         if stream is None and not parsed.config.quiet:
             print(_opening(parsed), flush=True)
@@ -161,6 +156,10 @@ def _work(parsed: Parsed, worker: Worker | None, stream: IO[str] | None) -> int:
         from cssm.hardware import show_devices
 
         show_devices(parsed.config, json_stream=stream)
+    elif parsed.verb == "bench":
+        from cssm.bench import bench
+
+        bench(parsed.config, shlex.join(["main.py", *argv]), stream)
     else:
         from cssm.training import train
 
@@ -190,9 +189,9 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
     config, what = parsed.config, parsed.verb
     if config.resume:
         what = f"resume {config.resume}"
-    elif what == "train":
+    elif what in TRAINING:
         model = " ".join(filter(None, (config.arch, config.cell)))
-        what = f"{model} on {config.dataset}"
+        what = f"{'' if what == 'train' else f'{what} of '}{model} on {config.dataset}"
     what = f"dry run, {what}" if config.dry_run else what
     return f"cssm {__version__}: {what}; {processes}loading JAX ..."
 

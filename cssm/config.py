@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from cssm import __version__, flags, recipes, rules
 from cssm.flags import write_yaml
-from cssm.knobs import VERBS, Knob, UserError, did_you_mean, knobs_of
+from cssm.knobs import TRAINING, VERBS, Knob, UserError, did_you_mean, knobs_of
 from cssm.rules import warnings_for
 from cssm.settings import (
     CellSettings,
@@ -28,6 +28,7 @@ __all__ = [
     "ARCHS",
     "CELLS_NAMES",
     "KNOBS",
+    "TRAINING",
     "VERBS",
     "Config",
     "Parsed",

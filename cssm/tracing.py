@@ -1,6 +1,7 @@
 """--profile: a trace of a few steps, written by jax.profiler for Perfetto or TensorBoard."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,7 +25,8 @@ def check_length(directory: str | None, steps: int) -> None:
 class Trace:
     """A context manager; told of each step before it is taken, it traces those TRACED after the first BEFORE.
 
-    directory: where to, None for no trace. wait(): until the devices have done what they were given, so that the trace
+    directory: where to, None for no trace; of several processes each has a folder in it, as the files are named after
+    the host. wait(): until the devices have done what they were given, so that the trace
     holds the work of its own steps. Tracing ends at the latest with the context.
     """
 
@@ -42,7 +44,10 @@ class Trace:
         """So many steps have been taken, and another one is about to be."""
         if self.directory and taken == self._before:
             self._wait()
-            jax.profiler.start_trace(self.directory)
+            several = jax.process_count() > 1
+            jax.profiler.start_trace(
+                str(Path(self.directory, f"process_{jax.process_index()}")) if several else self.directory
+            )
             self._running = True
         elif taken == self._before + TRACED:
             self._stop()

@@ -108,6 +108,7 @@ def table_rows(text):
 def test_a_table_and_two_files(tmp_path, rows, capsys):
     assert cli.main(["bench", "--devices", "1,2", "--output", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
+    assert "bench of simple hgru_bi on digits; loading JAX ..." in said.splitlines()[0]
     assert "cssm on 2 devices, batch_size 32: 200 images/s, 1.00 ms a step" in said
     assert len(table_rows(said)) == 3 and " 100.0% " in said
     saved = json.loads((tmp_path / "out" / "bench.json").read_text())

@@ -58,7 +58,10 @@ def test_the_schedule_is_burn_in_then_one_by_one_then_ahead(steps, monkeypatch, 
         original = getattr(Engine, name)
         monkeypatch.setattr(Engine, name, lambda self, *a, _original=original: kept_in(kept, _original(self, *a)))
     monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}))
+    begun = []
+    monkeypatch.setattr(Engine, "reset", lambda self: begun.append(len(steps)))
     row = measure(resolve({**TINY, "input": input_}, {}), speak=False)
+    assert begun == [11], "the loss is that of the steps whose rate is told"
     assert [step["waited"] for step in steps] == [True] * 11 + [False] * 5 + [True], (
         "5 and 6 waited for, then 6 at once"
     )

@@ -70,3 +70,12 @@ def test_resuming_leaves_the_model_to_the_saved_run():
     assert (parsed.config.resume, parsed.config.headless, parsed.config.gpus) == ("runs/a", True, "1")
     assert resume_config(SAVED, parsed.typed)[0].mlp_ratio == 2.0
     assert "does not apply" in refusal(resolve, parsed.typed, {})
+
+
+def test_a_batch_size_is_not_looked_for_again():
+    """--resume auto is typed for a first start and for later ones alike, the path of a run is not."""
+    saved = resume_record(Config(batch_size=16), 64, 1)
+    config, changes = resume_config(saved, {"resume": "auto", "find_batch_size": True})
+    assert (config.find_batch_size, config.global_batch_size, changes) == (False, 64, [])
+    with pytest.raises(UserError, match="the one to resume keeps its effective batch: leave it out"):
+        resume_config(saved, {"resume": "runs/a", "find_batch_size": True})

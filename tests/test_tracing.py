@@ -48,6 +48,13 @@ def test_it_ends_when_the_run_fails(calls):
     assert calls == ["start d", "stop"]
 
 
+def test_each_process_has_a_folder_of_its_own(calls, monkeypatch):
+    """Those on one host would overwrite each other's files."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    assert "start d/process_1" in steps(calls, "d", 6)
+
+
 def test_without_a_folder_there_is_none(calls):
     assert steps(calls, None, 12) == [*range(12)]
 
