@@ -5,6 +5,7 @@ DistributedDataParallel over several devices. Its batch stays on the devices, wh
 processes that measure, and nowhere else.
 """
 
+import importlib
 import importlib.util
 import tempfile
 import time
@@ -50,8 +51,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def _rank(rank: int, task: Task) -> dict[str, Any]:
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     place = torch.device("cuda", task.indices[rank]) if task.indices else torch.device("cpu")
     if task.indices:
         if not torch.cuda.is_available():
@@ -107,10 +107,8 @@ def step_of(torch: Any, task: Task, place: Any) -> Callable[[], Any]:
 
 def build(task: Task) -> Any:
     """timm's vision transformer of the size that the configuration describes."""
-    from timm.models.vision_transformer import VisionTransformer
-
-    config = task.config
-    return VisionTransformer(
+    config, timm = task.config, importlib.import_module("timm.models.vision_transformer")
+    return timm.VisionTransformer(
         img_size=task.image_shape[:2],
         patch_size=config.patch_size,
         in_chans=task.image_shape[2],

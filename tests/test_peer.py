@@ -4,6 +4,7 @@ Where torch and timm are installed, the last test trains with them.
 """
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -80,6 +81,66 @@ def test_a_step_casts_as_told_clips_and_updates_in_this_order(torch, dtype, on):
     torch.reset_mock()
     step_of(torch, task(grad_clip=0.0), torch.device("cpu"))()
     assert not torch.nn.utils.clip_grad_norm_.called
+
+
+@pytest.fixture
+def rank(torch, monkeypatch):
+    """One rank of a task, with the stand-in in the place of PyTorch; its steps take no time."""
+    torch.OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})
+    torch.cuda.max_memory_allocated.return_value = 5
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return module._rank
+
+
+def test_ranks_meet_and_part(rank, torch):
+    row = rank(1, task(2, (4, 6)))
+    group, (args, kwargs) = torch.distributed, torch.distributed.init_process_group.call_args
+    assert args[0] == "nccl" and kwargs == {"rank": 1, "world_size": 2}
+    assert group.destroy_process_group.call_count == 1
+    assert torch.device.call_args.args == ("cuda", 6) and row["peak_bytes_per_device"] == 5
+    assert torch.set_float32_matmul_precision.call_args.args == ("high",), "TF32, as XLA has it"
+    assert torch.cuda.synchronize.call_count == 5 + 3 + 1
+    rank(0, task(2))
+    assert group.init_process_group.call_args.args[0] == "gloo"
+
+
+def test_alone_there_is_nobody_to_meet(rank, torch):
+    assert rank(0, task())["peak_bytes_per_device"] is None
+    assert not torch.distributed.init_process_group.called and not torch.cuda.synchronize.called
+
+
+def test_a_lack_of_memory_is_an_answer(rank, torch):
+    torch.nn.functional.cross_entropy.side_effect = torch.OutOfMemoryError("CUDA out of memory")
+    assert rank(0, task(2, (0, 1))) == {"out_of_memory": "PyTorch is out of memory with 4 images per device"}
+    assert torch.distributed.destroy_process_group.call_count == 1
+
+
+def test_a_pytorch_without_cuda_is_refused_on_a_gpu(rank, torch):
+    torch.cuda.is_available.return_value = False
+    with pytest.raises(UserError, match="this PyTorch has no CUDA"):
+        rank(0, task(1, (0,)))
+
+
+def test_the_model_is_of_the_same_size(monkeypatch):
+    made = MagicMock()
+    monkeypatch.setitem(sys.modules, "timm", MagicMock())
+    monkeypatch.setitem(sys.modules, "timm.models", MagicMock())
+    monkeypatch.setitem(sys.modules, "timm.models.vision_transformer", made)
+    module.build(task(mlp_ratio=3.0, layer_scale_init=0.1))
+    given = made.VisionTransformer.call_args.kwargs
+    assert given == {
+        "img_size": (16, 16),
+        "patch_size": 4,
+        "in_chans": 1,
+        "num_classes": 10,
+        "embed_dim": 8,
+        "depth": 1,
+        "num_heads": 2,
+        "mlp_ratio": 3.0,
+        "init_values": 0.1,
+        "class_token": False,
+        "global_pool": "avg",
+    }
 
 
 def test_its_schedule_is_ours(monkeypatch):
