@@ -1,12 +1,14 @@
 """Calls in processes of their own, started anew: what they hold, a GPU's memory above all, ends with them."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from cssm.config import UserError
+from parallel.launch import follow
 
 DEVICES = 4
 
@@ -25,7 +27,9 @@ def ranks(fn: Callable, number: int, *args: Any) -> list[Any]:
 
 
 def _answers(fns: list[Callable], args: tuple, ranked: bool = False) -> list[Any]:
-    with ProcessPoolExecutor(len(fns), multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    # Of a process that is killed, those that it started would wait for more to do, and keep their devices.
+    with ProcessPoolExecutor(len(fns), spawn, follow, (os.getpid(),)) as pool:
         calls = [pool.submit(fn, *((rank,) if ranked else ()), *args) for rank, fn in enumerate(fns)]
         try:
             return [call.result() for call in calls]

@@ -58,10 +58,15 @@ def enter_worker(environ: MutableMapping[str, str]) -> Worker | None:
     if text is None:
         return None
     told = json.loads(text)
+    follow(told["parent"])
+    return Worker(Job(**told["job"]), told["divided"])
+
+
+def follow(parent: int) -> None:
+    """Live no longer than the process that started this one, whose number is `parent`."""
     if sys.platform == "linux":  # also ends a stopped process, and needs no turn of Python's
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_follow, args=(told["parent"],), name="parent watch", daemon=True).start()
-    return Worker(Job(**told["job"]), told["divided"])
+    threading.Thread(target=_follow, args=(parent,), name="parent watch", daemon=True).start()
 
 
 def _follow(parent: int) -> None:

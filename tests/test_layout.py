@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "bench": "config data peer apart ledger measure report runs stages parallel",
     "measure": "cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
     "peer": "apart config",
-    "apart": "config",
+    "apart": "config parallel",
     "ledger": "cssm config markdown report",
     "markdown": "",
     "cards": "",
