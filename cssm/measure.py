@@ -61,7 +61,8 @@ def measure(config: Config, profile: str | None = None, speak: bool = True) -> d
 
 def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]:
     """{devices, batch_size (of a device), grad_accum, effective_batch, compile_s, step_ms (median), step_ms_quartiles,
-    images_per_s, data_wait_ms, loss, peak_bytes_per_device, flops_per_image, mfu}.
+    images_per_s, data_wait_ms, loss, peak_bytes_per_device, flops_per_image, flops_uncounted (why there is none), mfu,
+    trace (its folder)}.
 
     step_ms: from a step's dispatch until the devices are done, each waited for. images_per_s, data_wait_ms and loss:
     of as many steps after those, with the host running ahead as in training. What a backend does not tell is None.
@@ -104,6 +105,7 @@ def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]
         "peak_bytes_per_device": max(par.memory_bytes(setup.devices)["peak"], default=None),
         "flops_per_image": flops,
         "flops_uncounted": why,
+        "trace": profile,
         "mfu": flops * rates["images_per_s"] / (batching.devices * peak) if flops and peak else None,
     }
 

@@ -198,6 +198,7 @@ class Loop:
             "compile_s": self.meter.seconds["compile"],
             "wall_s": wall_s,
             "goodput": self.meter.goodput(),
+            **({"trace": self.config.profile} if self.config.profile else {}),
         }
         memory = par.memory_bytes(self.setup.devices)
         if in_use := memory["in_use"]:

@@ -78,7 +78,8 @@ def traced(folder):
 
 @pytest.mark.slow
 def test_the_files_name_the_steps_and_the_program(tmp_path):
-    train(Config(**TINY, checkpoint_dir=str(tmp_path / "runs"), max_steps=10, profile=str(tmp_path / "trace")))
+    settings = {"checkpoint_dir": str(tmp_path / "runs"), "max_steps": 10, "profile": str(tmp_path / "trace")}
+    assert train(Config(**TINY, **settings))["trace"] == str(tmp_path / "trace")
     events = traced(tmp_path / "trace")
     marks = {event["args"]["step_num"] for event in events if event.get("name") == "training step"}
     assert marks == {str(step) for step in range(5, 10)}, "counted from 0, as the profiler does"
