@@ -26,8 +26,8 @@ MAY_IMPORT = {
     "ledger": "cssm config markdown report",
     "markdown": "",
     "cards": "",
-    "training": "cssm batch_size checkpoint config data dry_run engine meter report resume rules runs setup signals step "
-    "tracing parallel",
+    "training": "cssm batch_size checkpoint config data dry_run engine meter report resume rules runs setup signals "
+    "step tracing parallel",
     "batch_size": "config data engine memory meter report runs setup parallel",
     "engine": "data meter setup step parallel",
     "tracing": "config",
