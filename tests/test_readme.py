@@ -99,7 +99,7 @@ def test_every_command_runs_in_turn(tmp_path):
         argv = shlex.split(command)
         if argv[:1] == ["compare"]:  # the runs that the commands before it made
             argv[1:] = [str(tmp_path)]
-        if argv[0] == "bench":
+        if argv[:1] == ["bench"]:
             argv += ["--devices", "2", "--steps", "2", "--max_train_examples", "128", "--checkpoint_dir", str(tmp_path)]
         trains = not {"devices", "compare", "bench", "--help"} & set(argv)
         more = ["--checkpoint_dir", str(tmp_path)] + (["--max_steps", "3"] if "--resume" in argv else SHORT)
