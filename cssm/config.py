@@ -77,6 +77,11 @@ class Config(
         """The cell's name, or None where attention stands in its place."""
         return None if KNOBS["cssm"].unmet(self) else self.cssm
 
+    @property
+    def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation of each channel, of pixels from 0 to 1, if the data set has its own."""
+        return recipes.PIXELS.get(self.dataset)
+
 
 KNOBS: dict[str, Knob] = knobs_of(Config)
 

@@ -36,6 +36,9 @@ _SIMPLE_PATHFINDER = _SIMPLE | {
     "max_steps": 2000,
 }
 
+# Photographs, of 160 or 224 pixels
+_SIMPLE_PHOTOS = _SIMPLE_DIGITS | {"kernel_size": 11, "batch_size": 32, "lr": 2e-3, "epochs": 30}
+
 _TRUNK: Row = {"pos_embed": "learnable", "norm_type": "layer", "gate_type": "factored", "kernel_size": 11}
 _NANO = _TRUNK | {
     "embed_dim": 32,
@@ -69,24 +72,34 @@ _SHVIT_NANO = _NANO | _SHVIT | {"dims": "16,32,64", "depths": "1,1,1"}
 _SHVIT_LARGE = _LARGE | _SHVIT | {"kernel_size": 5, "num_heads": 4}
 
 
+# Kinds of data that have recipes of their own, and which --dataset is of which kind
+KINDS = ("digits", "pathfinder", "photos")
+KIND = {"digits": "digits", "npz": "digits", **dict.fromkeys(("pathfinder", "cabc", "pathtracker"), "pathfinder")}
+KIND |= dict.fromkeys(("folder", "imagenet", "imagenette"), "photos")
+
+
 def _staged(row: Row, dims: str, depths: str) -> dict[str, Row]:
-    """A published size, by --dataset; four stages need more than the digits' 16 pixels."""
+    """A published size, by kind; four stages need more than the digits' 16 pixels."""
     row = row | {"dims": dims, "depths": depths}
-    return {"digits": row | {"image_size": 32}, "pathfinder": row}
+    return dict.fromkeys(KINDS, row) | {"digits": row | {"image_size": 32}}
 
 
-# --arch simple, by --dataset
-SIMPLE: dict[str, Row] = {"digits": _SIMPLE_DIGITS, "pathfinder": _SIMPLE_PATHFINDER}
+# --arch simple, by kind
+SIMPLE: dict[str, Row] = {"digits": _SIMPLE_DIGITS, "pathfinder": _SIMPLE_PATHFINDER, "photos": _SIMPLE_PHOTOS}
 
-# The sizes of vit and baseline, by --preset, then by --dataset
+# The sizes of vit and baseline, by --preset, then by kind
 _VIT: dict[str, dict[str, Row]] = {
-    "nano": {"digits": _NANO | {"kernel_size": 7, "epochs": 12}, "pathfinder": _NANO | {"epochs": 20}},
-    "tiny": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 192, "num_heads": 3}),
-    "small": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 384, "num_heads": 6}),
-    "base": dict.fromkeys(("digits", "pathfinder"), _LARGE | {"embed_dim": 768, "num_heads": 12}),
+    "nano": {
+        "digits": _NANO | {"kernel_size": 7, "epochs": 12},
+        "pathfinder": _NANO | {"epochs": 20},
+        "photos": _NANO | {"stem_stride": 4, "epochs": 30},
+    },
+    "tiny": dict.fromkeys(KINDS, _LARGE | {"embed_dim": 192, "num_heads": 3}),
+    "small": dict.fromkeys(KINDS, _LARGE | {"embed_dim": 384, "num_heads": 6}),
+    "base": dict.fromkeys(KINDS, _LARGE | {"embed_dim": 768, "num_heads": 12}),
 }
 
-# By --arch, then --preset, then --dataset
+# By --arch, then --preset, then kind
 PRESETS: dict[str, dict[str, dict[str, Row]]] = {
     "simple": {"nano": SIMPLE},
     "vit": _VIT,
@@ -95,11 +108,16 @@ PRESETS: dict[str, dict[str, dict[str, Row]]] = {
         "nano": {
             "digits": _CONVNEXT_NANO | {"kernel_size": 3, "epochs": 16},
             "pathfinder": _CONVNEXT_NANO | {"epochs": 20},
+            "photos": _CONVNEXT_NANO | {"stem_stride": 4, "epochs": 30},
         },
         "tiny": _staged(_CONVNEXT_TINY, "96,192,384,768", "1,1,1,1"),
     },
     "shvit": {
-        "nano": {"digits": _SHVIT_NANO | {"stem_stride": 1, "epochs": 12}, "pathfinder": _SHVIT_NANO | {"epochs": 20}},
+        "nano": {
+            "digits": _SHVIT_NANO | {"stem_stride": 1, "epochs": 12},
+            "pathfinder": _SHVIT_NANO | {"epochs": 20},
+            "photos": _SHVIT_NANO | {"stem_stride": 4, "epochs": 30},
+        },
         "s1": _staged(_SHVIT_LARGE, "64,128,256,384", "1,2,2,1"),
         "s2": _staged(_SHVIT_LARGE, "96,192,320,448", "1,2,3,1"),
         "s3": _staged(_SHVIT_LARGE, "112,224,352,480", "1,2,4,1"),
@@ -118,23 +136,37 @@ OPTIMIZERS: dict[str, Row] = {
     "muon": {"lr_factor": 1.0, "momentum": 0.95, "beta1": 0.9, "beta2": 0.999},
 }
 
-# Side of the images in pixels, by --dataset, then (Pathfinder) by --pathfinder_difficulty
-DIGITS_SIZE = 16
+# Side of the images in pixels, by --dataset, then (generated Pathfinder) by --pathfinder_difficulty. What is missing
+# has the size of its files.
+SIZES_PX = {"digits": 16, "folder": 224, "imagenet": 224, "imagenette": 160}
 PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20": 128, "25": 128}
+
+# Mean and standard deviation of each channel, of pixels from 0 to 1, by --dataset; others are taken from -1 to 1. Those
+# of ImageNet as published with its networks.
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+PIXELS = {"imagenet": _IMAGENET, "imagenette": _IMAGENET}
+
+
+def preset_row(config: "Config") -> Row:
+    """The sizes and the schedule of a configuration's preset for its kind of data."""
+    sizes = PRESETS[config.arch]
+    preset = sizes.get(config.preset, sizes["nano"])  # one of another trunk is refused by the rules
+    return preset[KIND[config.dataset]]
 
 
 def recipe(config: "Config") -> Row:
     """Values for what a configuration leaves open; a length, a total batch or a size that is given stands alone."""
-    sizes = PRESETS[config.arch]
-    row = sizes.get(config.preset, sizes["nano"])  # one of another trunk is refused by the rules
-    sides = {"digits": DIGITS_SIZE, "pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
+    generated = {} if config.data_dir else {"pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
+    side = {**SIZES_PX, **generated}.get(config.dataset)
     values = {
-        "image_size": sides[config.dataset],
-        **row[config.dataset],
+        "image_size": side,
+        **preset_row(config),
         **OPTIMIZERS[config.optimizer],
         "num_workers": min(8, os.cpu_count() or 1),
         "cache_dir": str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cssm"),
     }
+    if side is None:
+        values.pop("image_size")  # the files tell
     values["base_batch_size"] = values["batch_size"]
     values["lr"] = round(values["lr"] * values.pop("lr_factor"), 10)  # 0.009, not 0.009000000000000001
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cssm.knobs import Knob, UserError, multiple
 from cssm.recipes import OPTIMIZERS, PRESETS, STATES
+from cssm.settings.data import FILES
 from cssm.stages import STAGED, numbers, stages, stride
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     _check_batches(config)
     _check_peer(config)
     _check_trunk(config)
+    _check_files(config)
     _check_image(config)
 
 
@@ -214,7 +216,21 @@ def _check_divides(config: "Config", name: str, number: int) -> None:
         raise UserError(f"--{name} {number} does not divide {what}: type {' or '.join(map(str, near))}{instead}")
 
 
+def _check_files(config: "Config") -> None:
+    if config.dataset not in FILES or config.data_dir is not None:
+        return
+    if config.dataset != "pathfinder":
+        raise UserError(f"--dataset {config.dataset} is read from files: type --data_dir with where they are")
+    if config.max_bad_examples:
+        raise UserError(
+            f"--max_bad_examples {config.max_bad_examples}: generated images are never unreadable, "
+            f"leave it out, or type --data_dir to read published ones"
+        )
+
+
 def _check_image(config: "Config") -> None:
+    if config.image_size is None:  # the files tell, and the configuration is then checked with what they say
+        return
     size, (step, cause) = config.image_size or 0, stride(config)
     if size < step:
         raise UserError(
@@ -258,6 +274,8 @@ def states_may_grow(config: "Config") -> bool:
 
 
 def _cropped_kernels(config: "Config") -> list[str]:
+    if config.image_size is None:
+        return []
     k = config.kernel_size or 0  # attention has no kernels
     small = dict.fromkeys(f"{stage.side}x{stage.side}" for stage in stages(config) if stage.mixes and stage.side < k)
     if not small:

@@ -34,6 +34,24 @@ class Run:
     def checkpoints(self) -> Path:
         return self.directory / CHECKPOINTS
 
+    def data_changes(self, now: Mapping[str, Any]) -> list[str]:
+        """What is to be said where a run that goes on finds other data than it began with; `now` as the checkpoints
+        keep it: {classes: names, train_examples: how many}. UserError for other classes.
+        """
+        before = saved_meta(self.checkpoints).get("data", now) if self.resumed else now
+        gone = [name for name in before["classes"] if name not in now["classes"]]
+        new = [name for name in now["classes"] if name not in before["classes"]]
+        if before["classes"] != now["classes"]:
+            what = f"class {gone[0]} is gone" if gone else f"class {new[0]} is new" if new else "their order is another"
+            raise UserError(
+                f"the run to resume began with {len(before['classes'])} classes, the data has {len(now['classes'])} "
+                f"({what}): --data_dir must hold the same, or start a new run without --resume"
+            )
+        was, number = before["train_examples"], now["train_examples"]
+        if was == number:
+            return []
+        return [f"there were {was:,} training examples and now are {number:,}: the order of the examples is another"]
+
 
 Share = Callable[[str, Callable[[], Any]], Any]
 

@@ -76,6 +76,9 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
     fit them. All processes must call it.
     """
     outline = data.outline(run.config)
+    if run.config.image_size is None:
+        run = replace(run, config=replace(run.config, image_size=outline.image_shape[-2]))
+    changes = job.share("data", lambda: run.data_changes(data_record(outline)))
     if run.config.target_params and not run.resumed:
         run = replace(run, config=_fitted(run.config, outline, report))
     config = run.config
@@ -84,7 +87,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
             "--scan fused needs an NVIDIA GPU of compute capability 8.0 or more, and this runs on "
             f"{devices[0].device_kind}: leave it out, or type --scan reference"
         )
-    notes = [*run.notes, *warnings_for(config)]
+    notes = [*run.notes, *changes, *outline.notes, *warnings_for(config)]
     if unused := len(par.select_devices(config.platform)) - len(devices):
         notes.append(f"{unused} visible {'devices are' if unused > 1 else 'device is'} left unused, as asked")
     for note in notes:
@@ -137,12 +140,18 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         "target_params": config.target_params,
         **_flops(setup, shapes),
         "image_shape": list(image_shape),
+        **({"classes": list(setup.outline.classes)} if setup.outline.classes else {}),
         **{f"{split}_examples": number for split, number in setup.outline.examples.items()},
         "steps_per_epoch": setup.epoch_steps,
         "total_steps": setup.total_steps,
         "run_dir": str(setup.run.directory),
         "config": applicable(config),
     }
+
+
+def data_record(outline: Outline) -> dict[str, Any]:
+    """What a checkpoint keeps of the data, for Run.data_changes."""
+    return {"classes": list(outline.classes), "train_examples": outline.examples["train"]}
 
 
 def wrapper(config: Config, strategy: Replicated) -> Callable | None:

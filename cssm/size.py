@@ -21,7 +21,7 @@ import numpy as np
 from cssm import models
 from cssm.config import KNOBS, Config, UserError
 from cssm.data.pipeline import Outline
-from cssm.recipes import PRESETS
+from cssm.recipes import preset_row
 from cssm.stages import STAGED, numbers
 
 TOLERANCE = 0.05
@@ -189,7 +189,7 @@ class _Search:
     def _scaled(self, multiples: dict[int, int]) -> list[Size]:
         """The stages of the preset, as wide as 1.01 to some power makes them."""
         depths = numbers(self.config.depths or "") or []
-        base = numbers(PRESETS[self.config.arch][self.config.preset][self.config.dataset]["dims"]) or [1]
+        base = numbers(preset_row(self.config)["dims"]) or [1]
         if len(base) != len(depths):
             base = [base[0] * 2**i for i in range(len(depths))]
         widths, unit = np.array(_widths(self._unit(), multiples)), self._unit()

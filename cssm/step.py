@@ -78,9 +78,12 @@ class Totals:
         return {"loss": self.loss / self.count, "accuracy": self.correct / self.count}
 
 
-def normalise(images: jax.Array) -> jax.Array:
-    """uint8 0..255 -> float32 -1..1."""
-    return images.astype(jnp.float32) / 127.5 - 1.0
+def normalise(images: jax.Array, statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None) -> jax.Array:
+    """uint8 0..255 -> float32 -1..1, or (x / 255 - mean) / std of the channels' statistics."""
+    if statistics is None:
+        return images.astype(jnp.float32) / 127.5 - 1.0
+    mean, std = (jnp.asarray(values, jnp.float32) for values in statistics)
+    return (images.astype(jnp.float32) / 255.0 - mean) / std
 
 
 def init_state(
@@ -113,7 +116,7 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
     def loss_fn(params, batch_stats, micro, key):
         logits, updates = model.apply(
             {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats},
-            normalise(micro["image"]),
+            normalise(micro["image"], config.pixel_statistics),
             train=True,
             rngs={"drop_path": key},
             mutable=["batch_stats"],
@@ -177,12 +180,12 @@ def make_finish(tx: optax.GradientTransformation, strategy: Replicated, config: 
     return finish
 
 
-def make_eval_step(model: nn.Module, strategy: Replicated) -> Callable:
+def make_eval_step(model: nn.Module, strategy: Replicated, config: Config) -> Callable:
     """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added."""
 
     def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
         variables = {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats}
-        logits: Any = model.apply(variables, normalise(batch["image"]), train=False)
+        logits: Any = model.apply(variables, normalise(batch["image"], config.pixel_statistics), train=False)
         own = score(logits, batch["label"], batch["mask"], 0.0)
         return sums + Sums(*own, grad_norm=jnp.zeros(()), steps=jnp.ones((), jnp.int32))
 

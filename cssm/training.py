@@ -26,7 +26,7 @@ from cssm.report import Reporter
 from cssm.resume import resume_record
 from cssm.rules import states_may_grow
 from cssm.runs import Run, open_run
-from cssm.setup import Setup, describe, set_up
+from cssm.setup import Setup, data_record, describe, set_up
 from cssm.signals import StopSignals, stopped
 from cssm.step import Totals, TrainState, make_eval_step
 from cssm.tracing import Trace, check_length
@@ -106,7 +106,7 @@ class Loop:
         self.setup, self.config = setup, setup.config
         self.report, self.checkpoints, self.stop, self.meter = report, checkpoints, stop, meter
         self.engine = Engine(setup, meter)
-        self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy), setup.devices)
+        self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy, self.config), setup.devices)
         self.highest = par.spmd(lambda number: jax.lax.pmax(number, par.AXIS), setup.devices)
         self.asked: jax.Array | None = None
         self.step = 0
@@ -200,6 +200,8 @@ class Loop:
             "goodput": self.meter.goodput(),
             **({"trace": self.config.profile} if self.config.profile else {}),
         }
+        if bad := {split: len(source.bad) for split, source in self.setup.sources.items() if source.bad}:
+            summary["bad_examples"] = bad
         memory = par.memory_bytes(self.setup.devices)
         if in_use := memory["in_use"]:
             summary |= {"peak_bytes_per_device": max(memory["peak"]), "memory_spread": 1 - min(in_use) / max(in_use)}
@@ -307,6 +309,7 @@ class Loop:
                 "step": self.step,
                 "best": self.best,
                 "config": resume_record(self.config, self.setup.batching.effective, self.setup.batching.grad_accum),
+                "data": data_record(self.setup.outline),
             }
             metric = val["accuracy"] if val.get("step") == self.step else None
             self.checkpoints.save(self.step, sharded.fetch(self.engine.state, self.setup.devices), meta, metric)

@@ -102,7 +102,7 @@ def test_shorthands(flag, expected):
         (["--vocab-size", "5"], "vision"),
         (["--tokenizer=x"], "vision"),
         (["--dtype", "f16"], "--dtype bf16"),
-        (["--dataset", "girik"], "--dataset pathfinder"),
+        (["--dataset", "girik"], "--dataset pathtracker"),
     ],
 )
 def test_names_that_are_refused_say_what_to_do(argv, instead):

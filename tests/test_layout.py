@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "config": "cssm knobs flags recipes rules settings",
     "settings": "knobs recipes",
     "flags": "knobs settings",
-    "rules": "knobs recipes stages",
+    "rules": "knobs recipes settings stages",
     "stages": "",
     "recipes": "",
     "knobs": "",

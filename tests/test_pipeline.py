@@ -18,6 +18,8 @@ class Numbered:
 
     num_classes = 10
     image_shape = (1, 1, 1)
+    decodes = False
+    bad = ()
 
     def __init__(self, n: int):
         self.n = n
@@ -25,7 +27,7 @@ class Numbered:
     def __len__(self) -> int:
         return self.n
 
-    def gather(self, indices):
+    def gather(self, indices, epoch=None):
         assert np.all((indices >= 0) & (indices < self.n))
         return (indices % 256).astype(np.uint8).reshape(-1, 1, 1, 1), indices.astype(np.int32)
 
@@ -143,7 +145,7 @@ def test_batches_are_made_ahead_and_closing_ends_the_threads():
     class Watched(Numbered):
         calls = 0
 
-        def gather(self, indices):
+        def gather(self, indices, epoch=None):
             self.calls += 1
             if self.calls == 2:
                 second.set()
@@ -164,7 +166,7 @@ def test_batches_are_made_ahead_and_closing_ends_the_threads():
 
 def test_an_error_while_loading_reaches_the_reader():
     class Broken(Numbered):
-        def gather(self, indices):
+        def gather(self, indices, epoch=None):
             if 7 in indices:
                 raise OSError("unreadable")
             return super().gather(indices)

@@ -5,10 +5,13 @@ import itertools
 import pytest
 
 from cssm.config import ARCHS, KNOBS, Config, applicable
-from cssm.recipes import PATHFINDER_SIZES, PRESETS, recipe, scaled_lr
+from cssm.recipes import KIND, KINDS, PATHFINDER_SIZES, PRESETS, recipe, scaled_lr
 from cssm.resume import resume_config, resume_record
+from cssm.settings.data import FILES
 
 DATASETS = KNOBS["dataset"].choices
+# Whose images have one size, which the files tell; Pathfinder among them only where it is read and not generated.
+OF_THE_FILES = ("npz", "pathfinder", "cabc", "pathtracker")
 # Settings of which None is a meaning of its own.
 MAY_BE_NONE = {name for name, knob in KNOBS.items() if knob.unset != "by recipe"} | {"epochs", "max_steps"}
 
@@ -16,12 +19,18 @@ MAY_BE_NONE = {name for name, knob in KNOBS.items() if knob.unset != "by recipe"
 @pytest.mark.parametrize("arch, preset", [(arch, preset) for arch in ARCHS for preset in PRESETS[arch]])
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_recipes_leave_nothing_open(arch, preset, dataset):
-    config = Config(arch=arch, preset=preset, dataset=dataset)
+    config = Config(arch=arch, preset=preset, dataset=dataset, data_dir="somewhere" if dataset in FILES else None)
     assert {name for name, value in applicable(config).items() if value is None} <= MAY_BE_NONE
     assert (config.epochs is None) != (config.max_steps is None)
-    assert config.image_size
+    assert (config.image_size is None) == (dataset in OF_THE_FILES)
     assert config.pos_embed
     assert Config(**applicable(config)) == config
+
+
+def test_every_data_set_is_of_a_kind_that_every_preset_knows():
+    assert set(KIND) == set(DATASETS) and set(KIND.values()) == set(KINDS)
+    assert all(preset.keys() == set(KINDS) for sizes in PRESETS.values() for preset in sizes.values())
+    assert Config(dataset="pathfinder").image_size == 32
 
 
 def test_rows_hold_known_settings_with_values_of_their_type():

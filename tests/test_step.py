@@ -202,7 +202,7 @@ def test_evaluation_counts_each_example_once_on_any_number_of_devices():
     losses = []
     for num_devices in (1, 3, 8):
         devices = jax.devices()[:num_devices]
-        eval_fn = par.spmd(make_eval_step(model, Replicated()), devices)
+        eval_fn = par.spmd(make_eval_step(model, Replicated(), SIMPLE), devices)
         params, sums = par.replicate(variables["params"], devices), par.replicate(Sums.zeros(), devices)
         size = 16 if 16 % num_devices == 0 else 8 * num_devices
         for batch in eval_batches(ArraySource(images, labels, 10), size):

@@ -4,12 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cssm.config import Config
+from cssm.data.folder import folder_outline, folder_source
 from cssm.data.images import digits_outline, digits_source
+from cssm.data.npz import npz_outline, npz_source
 from cssm.data.pathfinder import pathfinder_outline, pathfinder_source
 from cssm.data.pipeline import First, Outline, Source
 
-LOADERS = {"digits": digits_source, "pathfinder": pathfinder_source}
-OUTLINES = {"digits": digits_outline, "pathfinder": pathfinder_outline}
+_FOLDERS = ("folder", "imagenet", "imagenette")
+LOADERS = {"digits": digits_source, "pathfinder": pathfinder_source, "npz": npz_source}
+LOADERS |= dict.fromkeys(_FOLDERS, folder_source)
+OUTLINES = {"digits": digits_outline, "pathfinder": pathfinder_outline, "npz": npz_outline}
+OUTLINES |= dict.fromkeys(_FOLDERS, folder_outline)
 
 
 def outline(config: Config) -> Outline:

@@ -5,10 +5,10 @@ Steps count from 1.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -16,28 +16,49 @@ import numpy as np
 from cssm.config import UserError
 
 Batch = dict[str, np.ndarray]
+Piece = Callable[[], Batch]
 
 
 class Source(Protocol):
-    """A dataset split held on the host: examples by index, in any order."""
+    """A dataset split on the host: examples by index, in any order, from several threads at once.
+
+    image_shape: (H, W, C), or of clips (T, H, W, C). decodes: whether an example takes so much work that threads
+    should share a batch.
+    """
 
     num_classes: int
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, ...]
+    decodes: bool
+
+    @property
+    def bad(self) -> Sequence[str]:
+        """Names of the examples met so far that cannot be read."""
+        ...
 
     def __len__(self) -> int: ...
 
-    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [n] -> images uint8 [n, H, W, C], labels int32 [n]."""
+    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n] -> images uint8 [n, *image_shape], labels int32 [n].
+
+        epoch, from 0: of training, which random crops follow; an example that cannot be read is replaced. None: the
+        images as they are, without those, so that they may be fewer.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a data set holds, known without making or reading an image. examples: how many, by split."""
+    """What a data set holds, known without making or decoding an image.
+
+    examples: how many, by split. image_shape: as of Source. classes: their names in the order of the labels, if they
+    have any. notes: what a person should be told, one sentence each.
+    """
 
     num_classes: int
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, ...]
     examples: dict[str, int]
+    classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class First:
@@ -45,13 +66,17 @@ class First:
 
     def __init__(self, source: Source, n: int):
         self.source, self.n = source, n
-        self.num_classes, self.image_shape = source.num_classes, source.image_shape
+        self.num_classes, self.image_shape, self.decodes = source.num_classes, source.image_shape, source.decodes
+
+    @property
+    def bad(self) -> Sequence[str]:
+        return self.source.bad
 
     def __len__(self) -> int:
         return self.n
 
-    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.source.gather(indices)
+    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        return self.source.gather(indices, epoch)
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
@@ -99,19 +124,18 @@ def train_batches(
 ) -> Iterator[Batch]:
     """The batches of steps first_step..last_step, both included, in order.
 
-    Each is {image: uint8 [b, H, W, C], label: int32 [b]}: this process's b = batch / process_count rows of
+    Each is {image: uint8 [b, *image_shape], label: int32 [b]}: this process's b = batch / process_count rows of
     the global batch. `workers` threads gather up to `prefetch` batches ahead, none where either is 0. Close
     the iterator (or exhaust it) to end the threads. UserError if an epoch has no whole batch.
     """
     rows = _rows_of(batch, process_index, process_count)
     n = len(source)
-    steps_per_epoch(n, batch)
+    per_epoch = steps_per_epoch(n, batch)
 
-    def load(step: int) -> Batch:
-        images, labels = source.gather(step_indices(n, batch, seed, step)[rows])
-        return {"image": images, "label": labels}
+    def pieces(step: int) -> list[Piece]:
+        return _pieces(source, step_indices(n, batch, seed, step)[rows], (step - 1) // per_epoch, workers)
 
-    return _ahead(load, range(first_step, last_step + 1), workers, prefetch)
+    return _ahead(pieces, range(first_step, last_step + 1), workers, prefetch)
 
 
 def eval_batches(
@@ -123,20 +147,19 @@ def eval_batches(
     workers: int = 1,
     prefetch: int = 2,
 ) -> Iterator[Batch]:
-    """Every example once, in order: {image: uint8 [b, H, W, C], label: int32 [b]}.
+    """Every example once, in order: {image: uint8 [b, *image_shape], label: int32 [b]}.
 
-    b and threads are as in `train_batches`, except that b is smaller, even 0, where the examples run out: every
-    process sees as many batches. `parallel.devices.pad_and_mask` gives them all one shape.
+    b and threads are as in `train_batches`, except that b is smaller, even 0, where the examples run out or cannot be
+    read: every process sees as many batches. `parallel.devices.pad_and_mask` gives them all one shape.
     """
     rows = _rows_of(batch, process_index, process_count)
     n = len(source)
 
-    def load(start: int) -> Batch:
+    def pieces(start: int) -> list[Piece]:
         indices = np.arange(start, start + batch)[rows]
-        images, labels = source.gather(indices[indices < n])
-        return {"image": images, "label": labels}
+        return _pieces(source, indices[indices < n], None, workers)
 
-    return _ahead(load, range(0, n, batch), workers, prefetch)
+    return _ahead(pieces, range(0, n, batch), workers, prefetch)
 
 
 def _rows_of(batch: int, process_index: int, process_count: int) -> slice:
@@ -150,19 +173,36 @@ def _rows_of(batch: int, process_index: int, process_count: int) -> slice:
     return slice(process_index * size, (process_index + 1) * size)
 
 
-def _ahead(load: Callable[[int], Batch], keys: Iterable[int], workers: int, depth: int) -> Iterator[Batch]:
-    """load(key) for every key, in order, at most `depth` of them ahead in `workers` threads."""
+def _pieces(source: Source, indices: np.ndarray, epoch: int | None, workers: int) -> list[Piece]:
+    """The examples of a batch, in as many pieces as there are threads to decode them."""
+    count = max(1, min(workers, len(indices))) if source.decodes else 1
+    return [partial(_gather, source, part, epoch) for part in np.array_split(indices, count)]
+
+
+def _gather(source: Source, indices: np.ndarray, epoch: int | None) -> Batch:
+    images, labels = source.gather(indices, epoch)
+    return {"image": images, "label": labels}
+
+
+def _joined(parts: list[Batch]) -> Batch:
+    return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _ahead(pieces: Callable[[int], list[Piece]], keys: Iterable[int], workers: int, depth: int) -> Iterator[Batch]:
+    """The batch of every key, in order, at most `depth` of them ahead in `workers` threads."""
     if not workers or not depth:
-        yield from map(load, keys)
+        # No map, which would take a StopIteration raised by a source for the end of the batches.
+        for key in keys:
+            yield _joined([piece() for piece in pieces(key)])
         return
-    waiting: deque[Future[Batch]] = deque()
+    waiting: deque[list[Future[Batch]]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="cssm-data")
     try:
         for key in keys:
-            waiting.append(pool.submit(load, key))
+            waiting.append([pool.submit(piece) for piece in pieces(key)])
             if len(waiting) > depth:
-                yield waiting.popleft().result()
+                yield _joined([future.result() for future in waiting.popleft()])
         while waiting:
-            yield waiting.popleft().result()
+            yield _joined([future.result() for future in waiting.popleft()])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -27,19 +27,27 @@ Maker = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class ArraySource:
-    """A Source of examples in memory or memory-mapped: images uint8 [n, H, W, C], labels int32 [n]."""
+    """A Source of examples in memory or memory-mapped: images uint8 [n, *image_shape], labels int32 [n].
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
-        self._images, self._labels, self.num_classes = images, labels, num_classes
-        height, width, channels = images.shape[1:]
-        self.image_shape: tuple[int, int, int] = (height, width, channels)
+    rows: int64 [m], which of them make up the split, in order; None: all.
+    """
+
+    decodes = False
+    bad = ()
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, num_classes: int, rows: np.ndarray | None = None
+    ) -> None:
+        self._images, self._labels, self._rows, self.num_classes = images, labels, rows, num_classes
+        self.image_shape: tuple[int, ...] = images.shape[1:]
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self._labels if self._rows is None else self._rows)
 
-    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [n] -> copies: images uint8 [n, H, W, C], labels int32 [n]."""
-        return self._images[indices], self._labels[indices]
+    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [n] -> copies: images uint8 [n, *image_shape], labels int32 [n]; alike in every epoch."""
+        chosen = indices if self._rows is None else self._rows[indices]
+        return self._images[chosen], self._labels[chosen]
 
 
 def cached_arrays(

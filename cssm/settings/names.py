@@ -16,7 +16,6 @@ SHORTHANDS: dict[str, tuple[str, str]] = {
 }
 
 _TEXT = "this program trains vision models; there is no text and no tokenizer to set, leave it out"
-_NO_FILES = "data sets are bundled or generated, type --dataset digits or pathfinder"
 # Names known from similar programs that are refused, and what to do instead.
 REFUSED: dict[str, str] = {
     "mode": "it names two different things elsewhere; devices are chosen with --multi_gpu auto, dp or off",
@@ -62,7 +61,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("convs5_state_dim", "convs5_num_groups"), "there is no convs5 here; near to it is --cssm conv_ssm"
     ),
-    **dict.fromkeys(("imagenet_dir", "pathtracker_dir", "tfrecord_dir", "data_dir", "cabc_difficulty"), _NO_FILES),
     **dict.fromkeys(("vocab_size", "tokenizer", "tokenizer_path", "dataset_id", "prompt", "max_length"), _TEXT),
     **dict.fromkeys(("temperature", "top_p", "kv_heads", "text_column"), _TEXT),
 }
@@ -97,5 +95,5 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
         ("norm_type", name): "type --norm_type global_layer or instance"
         for name in ("temporal_layer", "global_instance")
     },
-    ("dataset", "girik"): "there is no such data set here, type --dataset pathfinder",
+    ("dataset", "girik"): "it is PathTracker with larger frames, type --dataset pathtracker",
 }
