@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cssm.data.decode import DRAWS, UPRIGHT, central, grey, photo, random_part
+from cssm.data.decode import DRAWS, UPRIGHT, central, grey, photo, random_part, resized
 from cssm.data.examples import UNREADABLE
 
 rng = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def test_damaged_files_say_so(tmp_path, name):
     content = write(tmp_path / name, SMOOTH).read_bytes()
     for damaged, why in ((b"", "the file is empty"), (b"text", "no image"), (content[: len(content) // 2], "")):
         (tmp_path / name).write_bytes(damaged)
-        for read in (lambda path: photo(path, 30, central), lambda path: grey(path, 30)):
+        for read in (lambda path: photo(path, 30, central), grey):
             with pytest.raises(UNREADABLE) as error:
                 read(tmp_path / name)
             assert why in str(error.value)
@@ -122,12 +122,12 @@ def test_damaged_files_say_so(tmp_path, name):
 def test_grey_images_have_one_channel_and_no_colours(tmp_path):
     plane = NOISE[..., 0]
     for mode in ("L", "RGB", "P"):
-        np.testing.assert_array_equal(grey(write(tmp_path / "a.png", plane, mode), None)[..., 0], plane)
+        np.testing.assert_array_equal(grey(write(tmp_path / "a.png", plane, mode))[..., 0], plane)
     half = np.asarray(Image.fromarray(plane).resize((6, 6), Image.Resampling.BILINEAR))
-    np.testing.assert_array_equal(grey(tmp_path / "a.png", 6)[..., 0], half)
+    np.testing.assert_array_equal(resized(plane[..., None], 6)[..., 0], half)
     for wrong, why in ((NOISE, "colours"), (plane[:6], "12x6 pixels, not square")):
         with pytest.raises(ValueError, match=why):
-            grey(write(tmp_path / "a.png", wrong), None)
+            grey(write(tmp_path / "a.png", wrong))
 
 
 @pytest.mark.parametrize("width, height", [(640, 480), (480, 640), (30, 30), (1, 1), (1000, 10), (10, 1000), (3, 2)])

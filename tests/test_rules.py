@@ -1,10 +1,12 @@
 """Settings that do not go together are refused with a way out, and each way out works."""
 
+import dataclasses
 import re
 
 import pytest
 
 from cssm.config import KNOBS, Config, UserError, warnings_for
+from cssm.settings.data import FILES
 
 # Another value than the default, for each type of setting that has no choices.
 OTHER = {int: 8, float: 0.5, bool: True, str: "x"}
@@ -307,3 +309,22 @@ def test_an_optimizer_of_elements_goes_with_split_state(optimizer, shard):
 
 def test_attention_has_no_kernel_to_warn_of():
     assert warnings_for(Config(arch="baseline")) == []
+
+
+@pytest.mark.parametrize("dataset", [name for name in FILES if name != "pathfinder"])
+def test_files_are_read_from_where_they_are(dataset):
+    assert "type --data_dir" in refusal(dataset=dataset)
+    assert Config(dataset=dataset, data_dir="x").data_dir == "x"
+
+
+def test_generated_images_are_never_unreadable():
+    assert "generated images are never unreadable" in refusal(dataset="pathfinder", max_bad_examples=1)
+    assert Config(dataset="pathfinder", max_bad_examples=1, data_dir="x").max_bad_examples == 1
+
+
+def test_a_size_that_the_files_will_tell_is_checked_when_they_have():
+    open_size = Config(dataset="npz", data_dir="x", arch="vit", stem_mode="patch", patch_size=4)
+    assert open_size.image_size is None and warnings_for(open_size) == []
+    with pytest.raises(UserError, match="does not split into patches of 4"):
+        dataclasses.replace(open_size, image_size=6)
+    assert warnings_for(dataclasses.replace(open_size, image_size=8, kernel_size=9))

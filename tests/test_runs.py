@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cssm.checkpoint import Checkpoints
+from cssm.checkpoint import Checkpoints, saved_meta
 from cssm.config import Config, UserError, parse_args
 from cssm.resume import resume_record
 from cssm.runs import open_run
@@ -118,3 +118,22 @@ def test_a_named_run_that_ended_before_its_first_checkpoint_begins_anew_with_aut
     (tmp_path / "named" / "metrics.jsonl").write_text("{}")
     run = reopen(tmp_path, "--resume", "auto", "--run_name", "named")
     assert run.directory == tmp_path / "named" and not run.resumed
+
+
+def test_a_run_goes_on_with_the_classes_it_began_with(tmp_path):
+    run, old = saved_run(tmp_path, "run"), {"classes": ["a", "b"], "train_examples": 1000}
+    assert run.data_changes({"classes": ["c"], "train_examples": 1}) == []  # it is new
+    with Checkpoints(run.checkpoints) as checkpoints:
+        checkpoints.save(4, {"a": 1.0}, {**saved_meta(run.checkpoints), "data": old})
+    resumed = reopen(tmp_path, "--resume", "auto")
+    assert resumed.data_changes(old) == []
+    for classes, what in ((["a", "b", "c"], "class c is new"), (["a"], "class b is gone"), (["b", "a"], "their order")):
+        with pytest.raises(UserError, match=f"began with 2 classes, .*{what}"):
+            resumed.data_changes({**old, "classes": classes})
+    (note,) = resumed.data_changes({**old, "train_examples": 999})
+    assert "there were 1,000 training examples and now are 999" in note
+
+
+def test_checkpoints_that_know_nothing_of_the_data_go_on(tmp_path):
+    saved_run(tmp_path, "run")
+    assert reopen(tmp_path, "--resume", "auto").data_changes({"classes": [], "train_examples": 9}) == []

@@ -10,7 +10,7 @@ import pytest
 from cssm.config import UserError, resolve
 from cssm.report import Reporter
 from cssm.runs import Run
-from cssm.setup import describe, set_up
+from cssm.setup import data_record, describe, set_up
 
 # 40 examples in batches of 8: 5 steps an epoch
 TINY = {"cssm": "gated", "embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "lr": 0.5}
@@ -100,3 +100,15 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path):
     made(tmp_path, global_batch_size=40)
     with pytest.raises(UserError, match=r"40 examples and one step takes 42"):
         made(tmp_path, global_batch_size=42)
+
+
+def test_the_size_the_classes_and_the_notes_are_those_of_the_files(tmp_path, capsys):
+    images = np.random.default_rng(0).integers(0, 256, (60, 3, 10, 10, 2), np.uint8)
+    np.savez(tmp_path / "a.npz", clips=images, labels=np.arange(60) % 2, classes=["no", "yes"])
+    files = {"dataset": "npz", "data_dir": str(tmp_path / "a.npz"), "image_size": None, "max_eval_examples": None}
+    setup = made(tmp_path, **files)
+    assert setup.config.image_size == 10
+    facts = describe(setup, setup.layout())
+    assert facts["classes"] == ["no", "yes"] and facts["image_shape"] == [3, 10, 10, 2]
+    assert facts["config"]["image_size"] == 10 and "note: the data set has only train" in capsys.readouterr().out
+    assert data_record(setup.outline) == {"classes": ["no", "yes"], "train_examples": 40}

@@ -21,6 +21,7 @@ from cssm.step import (
     make_backward,
     make_eval_step,
     make_finish,
+    normalise,
 )
 from parallel import devices as par
 from parallel.sync import Replicated
@@ -269,3 +270,30 @@ def test_label_smoothing_is_cross_entropy_with_softened_targets():
     log_p = jax.nn.log_softmax(logits)[0]
     want = -(0.9 + 0.1 / 3) * log_p[0] - (0.1 / 3) * (log_p[1] + log_p[2])
     np.testing.assert_allclose(cross_entropy(logits, jnp.asarray([0]), 0.1)[0], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dataset", ["imagenet", "imagenette"])
+def test_pixels_have_the_statistics_of_their_data_set(dataset):
+    """Mean and deviation of each channel become 0 and 1; elsewhere 0 .. 255 becomes -1 .. 1."""
+    images = np.arange(256, dtype=np.uint8).repeat(3).reshape(1, 16, 16, 3)
+    statistics = Config(dataset=dataset, data_dir="x").pixel_statistics
+    mean, std = np.array(statistics)
+    expected = (images / 255 - mean) / std
+    np.testing.assert_allclose(normalise(images, statistics), expected, atol=1e-5)
+    assert Config().pixel_statistics is None
+    np.testing.assert_allclose(normalise(images), images / 127.5 - 1, atol=1e-6)
+
+
+def test_both_steps_look_at_the_statistics(monkeypatch):
+    seen = []
+    noted = lambda images, statistics=None: seen.append(statistics) or normalise(images)
+    monkeypatch.setattr("cssm.step.normalise", noted)
+    monkeypatch.setattr(Config, "pixel_statistics", "those")
+    model, devices = models.build(SIMPLE, 10), jax.devices()[:1]
+    batch = par.shard_batch(par.pad_and_mask(global_batch(4), 4), devices)
+    state = fresh_state(SIMPLE)
+    evaluate = par.spmd(make_eval_step(model, Replicated(), SIMPLE), devices)
+    evaluate(*par.replicate((state.params, {}, Sums.zeros()), devices), batch)
+    assert seen == ["those"]
+    run_steps(SIMPLE, 1, steps=1)
+    assert seen[1:] and set(seen) == {"those"}

@@ -9,17 +9,19 @@ from cssm.data.images import digits_outline, digits_source
 from cssm.data.npz import npz_outline, npz_source
 from cssm.data.pathfinder import pathfinder_outline, pathfinder_source
 from cssm.data.pipeline import First, Outline, Source
+from cssm.data.published import published_outline, published_source
 
 _FOLDERS = ("folder", "imagenet", "imagenette")
+_PUBLISHED = ("cabc", "pathtracker")
 LOADERS = {"digits": digits_source, "pathfinder": pathfinder_source, "npz": npz_source}
-LOADERS |= dict.fromkeys(_FOLDERS, folder_source)
+LOADERS |= dict.fromkeys(_FOLDERS, folder_source) | dict.fromkeys(_PUBLISHED, published_source)
 OUTLINES = {"digits": digits_outline, "pathfinder": pathfinder_outline, "npz": npz_outline}
-OUTLINES |= dict.fromkeys(_FOLDERS, folder_outline)
+OUTLINES |= dict.fromkeys(_FOLDERS, folder_outline) | dict.fromkeys(_PUBLISHED, published_outline)
 
 
 def outline(config: Config) -> Outline:
     """What `load` would give for each split; nothing is made, read or written. UserError as from `load`."""
-    whole = OUTLINES[config.dataset](config)
+    whole = (published_outline if _is_published(config) else OUTLINES[config.dataset])(config)
     limits = {split: _limit(config, split) for split in whole.examples}
     examples = {split: min(n, limits[split] or n) for split, n in whole.examples.items()}
     return replace(whole, examples=examples)
@@ -30,9 +32,14 @@ def load(config: Config, split: str, progress: Callable[[int, int], None] | None
 
     `progress(done, total)` is called while examples are made or read, where that takes a while.
     """
-    source = LOADERS[config.dataset](config, split, progress)
+    source = (published_source if _is_published(config) else LOADERS[config.dataset])(config, split, progress)
     limit = _limit(config, split)
     return source if limit is None or limit >= len(source) else First(source, limit)
+
+
+def _is_published(config: Config) -> bool:
+    """Whether Pathfinder is read, rather than generated."""
+    return config.dataset == "pathfinder" and config.data_dir is not None
 
 
 def _limit(config: Config, split: str) -> int | None:

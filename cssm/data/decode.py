@@ -52,8 +52,8 @@ def photo(path: Path, size: int, box_of: Callable[[int, int], Box], mirrored: bo
     return found[:, ::-1] if mirrored else found
 
 
-def grey(path: Path, size: int | None) -> np.ndarray:
-    """uint8 [S, S, 1] of a square image without colours, resized (bilinear, antialiased) unless size is None."""
+def grey(path: Path) -> np.ndarray:
+    """uint8 [S, S, 1] of a square image without colours."""
     with _opened(path) as image:
         pixels = image if image.mode == "L" else _rgb(image)
         if image.mode != "L":
@@ -63,12 +63,12 @@ def grey(path: Path, size: int | None) -> np.ndarray:
             pixels = pixels.convert("L")
         if pixels.width != pixels.height:
             raise ValueError(f"it is {pixels.width}x{pixels.height} pixels, not square")
-        return resized(np.asarray(pixels)[..., None], size)
+        return np.asarray(pixels)[..., None]
 
 
-def resized(image: np.ndarray, size: int | None) -> np.ndarray:
-    """uint8 [H, H, 1] -> [size, size, 1]; as it is where size is None or H."""
-    if size in (None, len(image)):
+def resized(image: np.ndarray, size: int) -> np.ndarray:
+    """uint8 [H, H, 1] -> [size, size, 1], bilinear, antialiased; as it is where it has that size."""
+    if size == len(image):
         return image
     plane = Image.fromarray(image[..., 0])
     return np.asarray(plane.resize((size, size), Image.Resampling.BILINEAR))[..., None]

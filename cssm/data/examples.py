@@ -87,8 +87,7 @@ class FileSource:
             i = (index + further) % self._n
             try:
                 image, label = self._read(i, epoch)
-                if image.shape != self.image_shape:
-                    raise ValueError(f"its shape is {_shape(image.shape)}, not {_shape(self.image_shape)}")
+                check_shape(image, self.image_shape)
                 if not 0 <= label < self.num_classes:
                     raise ValueError(f"its label is {label}, and labels go from 0 to {self.num_classes - 1}")
             except UNREADABLE as error:
@@ -107,5 +106,8 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def check_shape(image: np.ndarray, wanted: tuple[int, ...]) -> None:
+    """ValueError for an image of another shape."""
+    if image.shape != wanted:
+        found, expected = ("x".join(map(str, shape)) for shape in (image.shape, wanted))
+        raise ValueError(f"its shape is {found}, not {expected}")
