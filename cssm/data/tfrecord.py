@@ -31,13 +31,16 @@ Features = dict[str, list[bytes] | np.ndarray]
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a file, by its number from 0, and where its bytes are. flaw: why it and all after it are lost."""
+    """One record of a file, by its number from 0, and where its bytes are; packed: in a compressed file, so that it is
+    slow to read. flaw: why it and all after it are lost.
+    """
 
     path: Path
     number: int
     file: Path
     offset: int = 0
     size: int = 0
+    packed: bool = False
     flaw: str = ""
 
     def __str__(self) -> str:
@@ -47,8 +50,7 @@ class Record:
 def records(path: Path, folder: Path | None) -> list[Record]:
     """The records of a file, whose bytes are not looked at. Where it goes wrong, the last one says so.
 
-    A compressed file is unpacked into `folder` first, unless it was before; with None nothing is written, and such
-    records can be counted only.
+    A compressed file is unpacked into `folder` first, unless it was before; with None nothing is written.
     """
     status = path.stat()
     return _known(path, folder, status.st_mtime_ns, status.st_size)
@@ -61,8 +63,8 @@ def _known(path: Path, folder: Path | None, mtime_ns: int, size: int) -> list[Re
 
 
 def _records(path: Path, file: Path) -> Iterator[Record]:
-    number = at = 0
-    with gzip.open(file) if is_compressed(file) else file.open("rb") as stream:
+    number, at, packed = 0, 0, is_compressed(file)
+    with gzip.open(file) if packed else file.open("rb") as stream:
         while True:
             header = _some(stream, HEADER.size)
             if not header and number:
@@ -77,7 +79,7 @@ def _records(path: Path, file: Path) -> Iterator[Record]:
             if not _skip(stream, size + FOOTER.size):
                 yield Record(path, number, file, flaw="the file ends within it")
                 return
-            yield Record(path, number, file, at + HEADER.size, size)
+            yield Record(path, number, file, at + HEADER.size, size, packed)
             at += HEADER.size + size + FOOTER.size
             number += 1
 
@@ -107,7 +109,7 @@ def read(record: Record) -> bytes:
     """The bytes of a record; ValueError for one that is damaged."""
     if record.flaw:
         raise ValueError(record.flaw)
-    with record.file.open("rb") as file:
+    with gzip.open(record.file) if record.packed else record.file.open("rb") as file:
         file.seek(record.offset)
         data, footer = file.read(record.size), file.read(FOOTER.size)
     if len(footer) < FOOTER.size:
