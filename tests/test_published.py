@@ -26,8 +26,8 @@ from on_disk import (
 )
 from PIL import Image
 
-from cssm import data
-from cssm.config import UserError
+from cssm import data, train
+from cssm.config import Config, UserError, parse_args
 
 
 @pytest.mark.parametrize("make", [pathfinder_folders, pathfinder_metadata])
@@ -201,3 +201,38 @@ def test_folders_that_hold_something_else_are_refused(tmp_path):
         put(tmp_path / "d/metadata/0.npy", content.encode("latin-1"))
         (tmp_path / "d/imgs/0").mkdir(parents=True, exist_ok=True)
         assert "cannot be read as metadata" in refusal(config("pathfinder", tmp_path / "d"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["simple", "vit"])
+@pytest.mark.parametrize("dataset, make", [("pathtracker", flat_records), ("pathfinder", still_records)])
+def test_runs_train_on_them_and_go_on(tmp_path, dataset, make, arch):
+    """Clips pass the model frame by frame; the size that the files have is kept with the run."""
+    make(tmp_path / "set")
+    settings = {"dataset": dataset, "data_dir": str(tmp_path / "set"), "cache_dir": str(tmp_path / "cache")}
+    settings |= {
+        "arch": arch,
+        "cssm": "gated",
+        "embed_dim": 4,
+        "depth": 1,
+        "kernel_size": 3,
+        "seq_len": 2,
+        "num_devices": 1,
+    }
+    settings |= {"checkpoint_dir": str(tmp_path), "run_name": "run", "batch_size": 8, "quiet": True, "num_workers": 2}
+    summary = train(Config(**settings, max_steps=2))
+    assert summary["test"]["count"] == data.outline(Config(**settings)).examples["test"]
+    again = [
+        "--resume",
+        tmp_path / "run",
+        "--cache_dir",
+        tmp_path / "cache",
+        "--max_steps",
+        3,
+        "--num_devices",
+        1,
+        "--quiet",
+    ]
+    parsed = parse_args([str(word) for word in again])
+    assert train(parsed.config, parsed.typed)["step"] == 3
+    assert f"image_size: {8 if dataset == 'pathtracker' else 12}" in (tmp_path / "run/config.yaml").read_text()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from cssm.config import parse_args
 from cssm.report import Reporter
@@ -92,6 +93,15 @@ def test_the_program_in_the_readme_runs(tmp_path):
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)
 
 
+def photos(folder):
+    """Enough for a step of 64 images."""
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for i in range(60):
+            Image.new("RGB", (40, 30), (i, 2 * i, 3 * i)).save(folder / name / f"{i}.jpg")
+    return folder
+
+
 @pytest.mark.slow
 def test_every_command_runs_in_turn(tmp_path):
     """In the README's order, cut to two steps; on the simulated devices of these tests."""
@@ -103,6 +113,9 @@ def test_every_command_runs_in_turn(tmp_path):
             argv += ["--devices", "2", "--steps", "2", "--max_train_examples", "128", "--checkpoint_dir", str(tmp_path)]
         trains = not {"devices", "compare", "bench", "--help"} & set(argv)
         more = ["--checkpoint_dir", str(tmp_path)] + (["--max_steps", "3"] if "--resume" in argv else SHORT)
+        if "--data_dir" in argv:  # in the place of the user's own
+            argv[argv.index("--data_dir") + 1] = str(photos(tmp_path / "photos"))
+            more += ["--image_size", "32"]
         if "--gpus" not in argv and "--resume" not in argv:
             more += ["--num_devices", "2"]
         run = [sys.executable, "main.py", *argv, *(more if trains else [])]
