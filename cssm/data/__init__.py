@@ -20,7 +20,10 @@ OUTLINES |= dict.fromkeys(_FOLDERS, folder_outline) | dict.fromkeys(_PUBLISHED, 
 
 
 def outline(config: Config) -> Outline:
-    """What `load` would give for each split; nothing is made, read or written. UserError as from `load`."""
+    """What `load` would give for each split; no image is made, and none read but one for the shape of all.
+
+    UserError as from `load`. With --dry_run nothing is written; otherwise compressed TFRecords are unpacked.
+    """
     whole = (published_outline if _is_published(config) else OUTLINES[config.dataset])(config)
     limits = {split: _limit(config, split) for split in whole.examples}
     examples = {split: min(n, limits[split] or n) for split, n in whole.examples.items()}
