@@ -188,3 +188,31 @@ def test_limits_keep_the_first_examples():
             np.testing.assert_array_equal(one, other)
     assert len(load(resolve({"max_train_examples": 10**6}, {}), "train")) == len(load(everything, "train"))
     assert labels(eval_batches(First(Numbered(9), 5), 4)) == [[0, 1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize("decodes, pieces", [(False, [8]), (True, [2, 3, 3])])
+def test_threads_share_a_batch_only_where_it_is_work(decodes, pieces):
+    sizes = []
+
+    class Watched(Numbered):
+        def gather(self, indices, epoch=None):
+            sizes.append(len(indices))
+            return super().gather(indices)
+
+    source = Watched(8)
+    source.decodes = decodes
+    assert labels(train_batches(source, 8, 1, 1, 1, workers=3)) == [step_indices(8, 8, 1, 1).tolist()]
+    assert sorted(sizes) == pieces
+
+
+def test_sources_are_told_the_epoch_in_training_only():
+    epochs = []
+
+    class Watched(Numbered):
+        def gather(self, indices, epoch=None):
+            epochs.append(epoch)
+            return super().gather(indices)
+
+    list(train_batches(Watched(10), 4, 1, 2, 5, workers=0))
+    list(eval_batches(First(Watched(10), 4), 4, workers=0))
+    assert epochs == [0, 1, 1, 2, None]
