@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cssm import data
-from cssm.config import Config, UserError
+from cssm import data, train
+from cssm.config import Config, UserError, parse_args
 from cssm.data import folder
 from cssm.data.pipeline import step_indices, steps_per_epoch, train_batches
 from cssm.settings.data import FOLDERS
@@ -285,8 +285,8 @@ def test_two_classes_are_learnt_from_a_folder_and_the_run_keeps_their_names(tmp_
 def test_the_losses_of_a_folder_do_not_depend_on_prefetch_and_workers(tmp_path):
     images, seen = learnable(tmp_path / "images", 20), []
     for i, (prefetch, workers) in enumerate([(0, 0), (2, 0), (8, 0), (0, 2), (2, 2), (8, 2)]):
-        how = ("--prefetch", prefetch, "--num_workers", workers, "--max_steps", 6)
-        run = main("--data_dir", images, "--checkpoint_dir", tmp_path, "--run_name", i, *how)
-        assert run.returncode == 0, run.stderr
+        words = f"--prefetch {prefetch} --num_workers {workers} --max_steps 6 --quiet --run_name {i}".split()
+        where = ["--data_dir", str(images), "--checkpoint_dir", str(tmp_path)]
+        train(parse_args([*COMMAND.split(), *words, *where]).config)
         seen.append([event["loss"] for event in events(tmp_path / str(i)) if event["event"] == "step"])
     assert all(losses == seen[0] for losses in seen) and len(seen[0]) == 6
