@@ -30,7 +30,7 @@ def test_published_values(data, crc):
     assert crc32c(data) == crc
 
 
-@pytest.mark.parametrize("size", [*range(70), 127, 128, 129, 1000, 4096, 5000])
+@pytest.mark.parametrize("size", [*range(70), 127, 128, 129, *range(254, 260), 511, 512, 513, 1000, 4096, 5000])
 def test_any_length_agrees_with_the_definition(size):
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
     assert crc32c(data) == crc32c(memoryview(data)) == slow(data)

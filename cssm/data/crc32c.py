@@ -10,6 +10,7 @@ import numpy as np
 
 POLYNOMIAL = 0x82F63B78  # reversed
 ROW = 32  # bytes
+FEW = 256  # bytes, for which a loop is faster
 MASK_DELTA = 0xA282EAD8
 
 
@@ -20,6 +21,11 @@ def _table() -> np.ndarray:
     for _ in range(8):
         table = (table >> 1) ^ np.where(table & 1, np.uint32(POLYNOMIAL), np.uint32(0))
     return table
+
+
+@cache
+def _numbers() -> list[int]:
+    return _table().tolist()
 
 
 @cache
@@ -44,10 +50,10 @@ def crc32c(data: bytes | memoryview | np.ndarray) -> int:
     """The CRC-32C of some bytes."""
     message = np.frombuffer(data, np.uint8)
     size = len(message)
-    if size < 4:
-        register = 0xFFFFFFFF
-        for byte in message:
-            register = (register >> 8) ^ int(_table()[(register ^ int(byte)) & 0xFF])
+    if size < FEW:
+        register, table = 0xFFFFFFFF, _numbers()
+        for byte in message.tolist():
+            register = (register >> 8) ^ table[(register ^ byte) & 0xFF]
         return register ^ 0xFFFFFFFF
     rows = 1 << max(0, (-(-size // ROW) - 1).bit_length())
     padded = np.zeros(rows * ROW, np.uint8)

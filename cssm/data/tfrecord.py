@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -64,7 +64,8 @@ def _known(path: Path, folder: Path | None, mtime_ns: int, size: int) -> list[Re
 
 def _records(path: Path, file: Path) -> Iterator[Record]:
     number, at, packed = 0, 0, is_compressed(file)
-    with gzip.open(file) if packed else file.open("rb") as stream:
+    # Without a buffer, which would be filled anew for the few bytes of each header.
+    with gzip.open(file) if packed else file.open("rb", buffering=0) as stream:
         while True:
             header = _some(stream, HEADER.size)
             if not header and number:
@@ -84,7 +85,7 @@ def _records(path: Path, file: Path) -> Iterator[Record]:
             number += 1
 
 
-def _some(stream: "gzip.GzipFile | BinaryIO", size: int) -> bytes:
+def _some(stream: gzip.GzipFile | FileIO, size: int) -> bytes:
     """The next bytes; of a compressed file that is damaged, as many as can be had."""
     if not isinstance(stream, gzip.GzipFile):
         return stream.read(size)
@@ -96,7 +97,7 @@ def _some(stream: "gzip.GzipFile | BinaryIO", size: int) -> bytes:
     return b"".join(found)
 
 
-def _skip(stream: "gzip.GzipFile | BinaryIO", size: int) -> bool:
+def _skip(stream: gzip.GzipFile | FileIO, size: int) -> bool:
     """Go on by so many bytes; whether there are as many."""
     if not isinstance(stream, gzip.GzipFile):
         return stream.seek(size, os.SEEK_CUR) <= os.fstat(stream.fileno()).st_size
