@@ -29,9 +29,13 @@ def bench(config: Config, command: str = "", json_stream: IO[str] | None = None)
     With json_stream one `bench` event a row is all that is printed. Raises UserError for a mistake, before anything
     is measured, and with exit code 3 where memory runs out before there is a row.
     """
-    if config.peer != "none":
-        peer.check_installed()
     outline = data.outline(config)
+    if config.peer != "none":
+        if len(outline.image_shape) != 3:
+            raise UserError(
+                f"--peer torch takes still images, and --dataset {config.dataset} holds clips: leave it out"
+            )
+        peer.check_installed()
     facts = apart(survey, config)
     points = plan(config, facts["num_devices"], outline)
     directory = new_directory(config)
@@ -125,10 +129,11 @@ def _measured(point: Config, platform: str, outline: Outline, speak: bool) -> tu
 
 
 def _task(point: Config, row: Row, platform: str, outline: Outline) -> peer.Task:
+    height, width, channels = outline.image_shape
     visible = point.gpus or ",".join(map(str, range(row["devices"])))
     return peer.Task(
         config=point,
-        image_shape=outline.image_shape,
+        image_shape=(height, width, channels),
         num_classes=outline.num_classes,
         batch_size=row["batch_size"],
         devices=row["devices"],
