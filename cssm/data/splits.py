@@ -36,9 +36,7 @@ def shares(counts: Mapping[str, int]) -> tuple[dict[str, float], tuple[str, ...]
         return held, ()
     parts = " and ".join(f"{most:.2g} of it for {split}" for split in missing)
     has = " and ".join(split for split in SPLITS if split in counts)
-    return held, (
-        f"the data set has only {has}: a part of every class of train is held back, {parts}, in all runs alike",
-    )
+    return held, (f"the data set has only {has}: parts of train are held back, {parts}, the same in every run",)
 
 
 def hold_back(labels: np.ndarray, keys: np.ndarray, held: Mapping[str, float]) -> dict[str, np.ndarray]:
