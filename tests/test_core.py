@@ -42,7 +42,9 @@ def test_reading_states_equals_a_dense_layer_on_their_concatenation():
 TIMED = ("hgru_bi", "hgru", "opponent", "gdn", "transformer", "mult_transformer", "add_kqv")
 
 
-@pytest.mark.parametrize("name", TIMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "hgru" else pytest.mark.slow) for name in TIMED]
+)
 def test_without_the_time_code_a_later_start_changes_nothing(name, key):
     """Steps at which nothing is seen leave the states at zero, and gates do not know how many went before."""
     clip = randn(1, 3, 4, 6, 4)

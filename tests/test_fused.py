@@ -95,7 +95,7 @@ def test_stable_transition_is_taken_within_the_kernel():
         assert np.abs(stable[0][0].re - plain[0][0].re).max() > 0.01
 
 
-@pytest.mark.parametrize("shape", [(B, 3, F, 4), (B, 3, 1, 4), (B, 3, 1, 1), (1, 3, F, 1), (1, 3, 1, 1)])
+@pytest.mark.parametrize("shape", [(B, 3, F, 4), (B, 3, 1, 1), (1, 3, F, 1)])
 def test_gates_of_every_shape(shape):
     inputs = spectra(B, 3, F, 4)
     same(opponent._step, spectra(F, 4, count=2), 2, gates(opponent.GATES, *shape), inputs)

@@ -103,6 +103,7 @@ def test_each_device_tells_what_it_has_in_use(stats, expected):
     assert memory_in_use(stats) == expected
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_is_out_of_memory(tmp_path):
     config = Config(**ABSURD, num_devices=2, quiet=True, checkpoint_dir=str(tmp_path))
     with pytest.raises(jax.errors.JaxRuntimeError) as refused:

@@ -29,7 +29,8 @@ CONFIGS = {
     "shvit attention": Config(arch="shvit", late_mixer="attention", dims="4,8", depths="1,1", image_size=8),
 }
 STAGED = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if "convnext" in name or "shvit" in name]
-NAMES = [name for name in CONFIGS if "convnext" not in name and "shvit" not in name] + STAGED
+QUICK = ("simple hgru_bi", "baseline")
+NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 IMAGES = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8, 1)), jnp.float32)
 
 

@@ -122,7 +122,7 @@ def test_gradients_match_finite_differences(stable):
     "methods,steps,still,last_only,stable",
     [
         (("chunked", "associative", "goom"), T, False, False, False),
-        (("chunked", "goom"), T, True, True, True),
+        pytest.param(("chunked", "goom"), T, True, True, True, marks=pytest.mark.slow),
         (("chunked",), 1, False, False, False),
     ],
 )

@@ -178,6 +178,7 @@ def test_a_sum_in_place_of_the_mean_breaks_parity():
         close(one[0].params, two[0].params, 1e-5)
 
 
+@pytest.mark.slow
 def test_complex_parameters_train_alike_on_one_device_and_two(monkeypatch):
     config = dataclasses.replace(SIMPLE, kernel_domain="spectral")
     one, two = reference_run(config, 1)[0], run_steps(config, 2)[0]

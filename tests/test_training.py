@@ -257,6 +257,7 @@ def test_resuming_with_other_channels_is_refused(whole, tmp_path):
         train(parsed.config, parsed.typed)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_between_the_first_log_line_and_the_first_evaluation(tmp_path, monkeypatch):
     from cssm.training import Loop
 

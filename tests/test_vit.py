@@ -120,6 +120,7 @@ def test_the_baseline_pools_all_frames():
     assert np.abs(whole - frames[:, -1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_blocks_are_residual():
     """With layer scale at nothing, all that a block could add is gone, and the last frame alone is read."""
     model = built(RECURRENT, layer_scale_init=1e-30)
