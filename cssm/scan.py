@@ -6,7 +6,8 @@ function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; a
     reference     lax.scan over T, the n x n matrices are never formed: O(T) time, O(1) extra memory forward
     chunked       the same, its backward pass keeping the states of every sqrt(T)-th step alone and running the steps
                   between two of them again: one more forward pass, and 2 sqrt(T) states in memory instead of T
-    associative   prefix products of the matrices (columns of A_t = step of unit vectors): O(log T) depth, n^2 memory
+    associative   prefix products of the matrices (columns of A_t = step of unit vectors), within blocks of 8 steps all
+                  at once, then from block to block: n^2 memory
     goom          lax.scan over T in log space, where nothing overflows within the scan (cssm.goom); slow
     fused         one GPU kernel, whose states stay in registers (cssm.fused)
     auto          fused where it runs (fused.suits), else reference up to 64 steps and chunked beyond
@@ -166,52 +167,53 @@ def _loop(step, start, gates, inputs, still, last_only, returned, unrolled=16) -
     return jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
 
 
-def _associative(step, stable, start, gates, inputs, still, last_only):
-    """Prefixes doubled in length, log2(T) times (Hillis and Steele 1986), in a loop that is compiled once.
+# Steps whose prefix products are one program: its length for the compiler grows with them.
+BLOCK = 8
 
-    jax.lax.associative_scan does fewer products, but its program, unrolled over all rounds, took XLA many minutes to
-    compile at T = 1024.
+
+def _associative(step, stable, start, gates, inputs, still, last_only):
+    """Prefix products within blocks of steps, all blocks at once, then from block to block.
+
+    Over all of 1024 steps at once it took XLA many minutes to compile.
     """
     num_steps, n = jax.tree.leaves(gates)[0].shape[0], len(start)
     if still:
         inputs = jax.tree.map(lambda u: jnp.broadcast_to(u, (num_steps, *u.shape[1:])), inputs)
     zero = jnp.zeros(inputs[0].re.shape, start[0].re.dtype)
-    rows = _matrix(step, stable, n, gates, len(inputs), zero)
-    matrix, vector = _stacked([_stacked(row) for row in rows]), _stacked(step(_zeros(n, zero), gates, inputs))
-    prefixes = jax.tree.map(lambda s: s.astype(zero.dtype), (matrix, vector))
-    ones = jnp.eye(n, dtype=zero.dtype).reshape(1, n, n, *[1] * (zero.ndim - 1))
-    nothing = (Spectrum(ones, 0 * ones), _stacked(_zeros(n, 0 * ones[:, 0, 0])))
+    matrix = _matrix(step, stable, n, gates, len(inputs), zero)
+    vector = step(_zeros(n, zero), gates, inputs)
+    size = min(num_steps, BLOCK)
 
-    def double(prefixes, length):
-        at = jnp.arange(num_steps)
+    def blocks(plane):
+        left = -num_steps % size
+        padded = jnp.pad(plane.astype(zero.dtype), ((0, left), *[(0, 0)] * (plane.ndim - 1)))
+        return padded.reshape(-1, size, *plane.shape[1:])
 
-        def moved(plane, identity):
-            """At t, what ends at t - length: nothing, where that is before the first step."""
-            first = (at < length).reshape(-1, *[1] * (plane.ndim - 1))
-            return jnp.where(first, identity, jnp.roll(plane, length, axis=0))
+    prefixes = jax.tree.map(blocks, ([list(row) for row in matrix], list(vector)))
+    matrix, vector = jax.lax.associative_scan(_compose, prefixes, axis=1)
 
-        return _compose(jax.tree.map(moved, prefixes, nothing), prefixes), None
+    def block(h, prefix):
+        matrix, vector = prefix
+        states = _apply(matrix, vector, h)
+        return [jax.tree.map(lambda s: s[-1], state) for state in states], states
 
-    lengths = 2 ** jnp.arange((num_steps - 1).bit_length())
-    (_, states), _ = jax.lax.scan(jax.checkpoint(double, prevent_cse=False), prefixes, lengths)
-    if last_only:
-        states = jax.tree.map(lambda s: s[-1:], states)
-    return _returned(inputs)(tuple(Spectrum(states.re[:, i], states.im[:, i]) for i in range(n)))
-
-
-def _stacked(spectra) -> Spectrum:
-    """n times [T, ...] -> [T, n, ...]."""
-    return jax.tree.map(lambda *planes: jnp.stack(planes, axis=1), *spectra)
+    states = vector if num_steps <= size else jax.lax.scan(block, list(start), (matrix, vector))[1]
+    states = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:])[:num_steps], tuple(states))
+    return _returned(inputs)(jax.tree.map(lambda s: s[-1:], states) if last_only else states)
 
 
 def _compose(earlier, later):
-    """(A2, u2) after (A1, u1) is (A2 A1, A2 u1 + u2); A [T, n, n, ...], u [T, n, ...]."""
+    """(A2, u2) after (A1, u1) is (A2 A1, A2 u1 + u2)."""
     (a1, u1), (a2, u2) = earlier, later
-    part = lambda z, *index: jax.tree.map(lambda plane: plane[(slice(None), *index)], z)
-    every, n = slice(None), u1.re.shape[1]
-    columns = [part(a2, every, r) for r in range(n)]
-    product = add(*(multiply(part(columns[r], every, None), part(a1, r, None)) for r in range(n)))
-    return product, add(*(multiply(columns[r], part(u1, r, None)) for r in range(n)), u2)
+    n = len(u1)
+    product = [[add(*(multiply(a2[i][r], a1[r][j]) for r in range(n))) for j in range(n)] for i in range(n)]
+    return product, _apply(a2, u2, u1)
+
+
+def _apply(matrix, vector, h):
+    """A h + u."""
+    rows = zip(matrix, vector, strict=True)
+    return [add(*(multiply(a, s) for a, s in zip(row, h, strict=True)), u) for row, u in rows]
 
 
 def _goom(step, stable, start, gates, inputs, still, last_only):

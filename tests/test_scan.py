@@ -124,6 +124,7 @@ def test_gradients_match_finite_differences(stable):
         (("chunked", "associative", "goom"), T, False, False, False),
         pytest.param(("chunked", "goom"), T, True, True, True, marks=pytest.mark.slow),
         (("chunked",), 1, False, False, False),
+        pytest.param(("associative",), 19, True, False, True, marks=pytest.mark.slow),  # two blocks and a part of one
     ],
 )
 def test_gradients_of_all_methods_agree(methods, steps, still, last_only, stable):
