@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cssm.training
+import cssm.engine
 import parallel.sync
 from cssm import train
 from cssm.checkpoint import step_folder
@@ -89,8 +89,8 @@ def run(root, name, masks=False, **settings):
     else:
         with pytest.MonkeyPatch.context() as patch:
             if masks:
-                batches = cssm.training.train_batches
-                patch.setattr(cssm.training, "train_batches", lambda *args, **kw: masked(batches(*args, **kw)))
+                batches = cssm.engine.train_batches
+                patch.setattr(cssm.engine, "train_batches", lambda *args, **kw: masked(batches(*args, **kw)))
             train(Config(**settings))
     folder = root / name / "checkpoints" / "3"
     with step_folder.open_checkpointer() as checkpointer:
