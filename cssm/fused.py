@@ -26,8 +26,6 @@ BLOCK = 128
 SEGMENT = 4
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
 PROGRAMS = 4096
-# More states of a head than these leave the registers too.
-MAX_STATES = 4
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,6 @@ def available() -> bool:
     if jax.default_backend() != "gpu" or "cuda" not in device.client.platform_version.lower():
         return False
     return float(device.compute_capability) >= 8.0
-
-
-def suits(dtype: jnp.dtype, num_states: int) -> bool:
-    """Whether the kernel is the best choice here for as many states: not in float64, for which cards have few units."""
-    return available() and dtype != jnp.float64 and num_states <= MAX_STATES
 
 
 def fused_scan(

@@ -13,7 +13,7 @@ from cssm import fused
 from cssm.cells import gated, gdn, hgru, hgru_bi, opponent
 from cssm.flops import count_flops
 from cssm.fused import fused_scan
-from cssm.scan import choose_method, linear_scan
+from cssm.scan import linear_scan
 from cssm.spectral import Spectrum
 
 B, F = 4, 3
@@ -183,13 +183,3 @@ def test_operations_are_counted_for_every_program():
     scan = lambda *arrays: fused_scan(make_step, arrays[0], 1, *arrays[1:], interpret=False)
     counted = count_flops(scan, *(shapes_of(part, jnp.float32) for part in arrays))
     assert 10 * B * 8 * F * 4 <= counted <= 14 * B * 8 * F * 4
-
-
-def test_auto_takes_the_kernel_where_it_is_made_for(monkeypatch):
-    assert choose_method("auto", 8, 1, jnp.float32) == "reference"
-    assert choose_method("auto", 65, 1, jnp.float32) == "chunked"
-    monkeypatch.setattr(fused, "available", lambda: True)
-    assert choose_method("auto", 65, 3, jnp.bfloat16) == "fused"
-    assert choose_method("auto", 8, 3, jnp.float64) == "reference"
-    assert choose_method("auto", 8, fused.MAX_STATES + 1, jnp.float32) == "reference"
-    assert choose_method("goom", 8, 3, jnp.float32) == "goom"

@@ -284,7 +284,7 @@ def real_scan(
     shape = inputs.shape
     inputs = inputs.reshape(*shape[:2], -1, shape[-1])
     gates = jax.tree.map(lambda g: g.reshape(*g.shape[:2], -1, 1), gates)
-    method = choose_method(method, jax.tree.leaves(gates)[0].shape[1], 1, inputs.dtype)
+    method = choose_method(method, jax.tree.leaves(gates)[0].shape[1])
 
     def real(constant):
         step = make_step(constant)

@@ -22,8 +22,8 @@ class RunningSettings:
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
         applies=spectral("s4nd"))
     scan: str = _precision("auto", "how time is scanned: step by step (reference, or chunked in less memory), by "
-        "prefix products, step by step in log space, or in one GPU kernel; auto: the kernel where it runs, else "
-        "reference up to 64 steps and chunked beyond",
+        "prefix products, step by step in log space, or in one GPU kernel; auto: reference up to 64 steps and "
+        "chunked beyond",
         choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT)
     compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
