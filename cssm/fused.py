@@ -238,7 +238,8 @@ def _forward(plan: _Plan, make_step, constants, gates, inputs, keep: bool) -> tu
     return out if keep else (out, None)
 
 
-def _backward(plan: _Plan, make_step, constants, gates, inputs, kept, d_states) -> tuple[Tree, Tree, Tree]:
+def _backward_kernel(plan: _Plan, make_step) -> Callable:
+    """One program: the examples of its part, one after the other."""
     share = plan.batch // plan.parts
     block_of_zeros = lambda _: jnp.zeros((plan.block,), plan.carry)
 
@@ -307,6 +308,11 @@ def _backward(plan: _Plan, make_step, constants, gates, inputs, kept, d_states) 
         place = _Place(plan, part, f, c)
         jax.tree.map(lambda ref, v: place.write(ref, v, part, f), d_constant_refs, total)
 
+    return kernel
+
+
+def _backward(plan: _Plan, make_step, constants, gates, inputs, kept, d_states) -> tuple[Tree, Tree, Tree]:
+
     def parts_of(gate):
         last = plan.blocks if gate.shape[3] == 1 else plan.channels
         return jax.ShapeDtypeStruct((plan.batch, plan.time, plan.frequencies, last), plan.carry)
@@ -319,7 +325,7 @@ def _backward(plan: _Plan, make_step, constants, gates, inputs, kept, d_states) 
     )
     grid = (plan.parts, plan.frequencies, plan.blocks)
     operands = (constants, gates, inputs, kept, d_states)
-    d_constants, d_gates, d_inputs = _call(kernel, plan, grid, out_shape, operands)
+    d_constants, d_gates, d_inputs = _call(_backward_kernel(plan, make_step), plan, grid, out_shape, operands)
     d_constants = jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), d_constants, constants)
     return d_constants, jax.tree.map(_gathered, d_gates, gates), d_inputs
 

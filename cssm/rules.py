@@ -231,7 +231,7 @@ def _check_files(config: "Config") -> None:
 def _check_image(config: "Config") -> None:
     if config.image_size is None:  # the files tell, and the configuration is then checked with what they say
         return
-    size, (step, cause) = config.image_size or 0, stride(config)
+    size, (step, cause) = config.image_size, stride(config)
     if size < step:
         raise UserError(
             f"--image_size {size} is smaller than the stride of the stem, {step} (--{cause}): "
