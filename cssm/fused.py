@@ -5,7 +5,8 @@ cell's own (cssm.scan), traced into the kernel, and its derivative there is jax.
 the kernel. For the backward pass the states are kept every SEGMENT steps and those between are run again, in registers.
 Sums are taken in a fixed order: results are the same from run to run.
 
-Letters as in cssm.scan. Triton through Pallas; off a GPU the same program is interpreted, which is for tests.
+Letters as in cssm.scan. Spectra come and go packed; a program finds its planes and channels in place. Triton through
+Pallas; off a GPU the same program is interpreted, which is for tests.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from cssm.spectral import Spectrum
+
 Tree = Any
-States = tuple[Tree, ...]
+States = tuple[Spectrum, ...]
 
 # Channels of a program, one warp. A Triton array holds a power of two of numbers.
 BLOCK = 128
@@ -30,14 +33,16 @@ PROGRAMS = 4096
 
 @dataclass(frozen=True)
 class _Plan:
-    """Sizes of a scan, and how it is cut. parts: of the batch, in the backward pass."""
+    """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward."""
 
     batch: int
     time: int
+    planes: int
     frequencies: int
     channels: int
-    state: Any  # the structure of one state
     num_states: int
+    num_inputs: int
+    num_read: int
     dtype: jnp.dtype  # of the results
     still: bool
     last_only: bool
@@ -61,21 +66,24 @@ class _Plan:
         return self.time // self.segment
 
     @property
-    def kept(self) -> int:
+    def starts(self) -> int:
         """States that are kept: at the start of each segment but the first."""
         return -(-self.time // self.segment) - 1
 
-    def states(self, make: Callable[[], Any]) -> States:
-        """The tree of all states, each plane made by `make`."""
-        tree = self.state
-        return tuple(tree.unflatten([make() for _ in range(tree.num_leaves)]) for _ in range(self.num_states))
+    @property
+    def kept(self) -> int:
+        """Those, and the last ones where only they are read."""
+        return self.starts + self.last_only
+
+    def zero(self) -> jax.Array:
+        return jnp.zeros((self.block,), self.carry)
 
     def zeros(self) -> States:
-        return self.states(lambda: jnp.zeros((self.block,), self.carry))
+        return tuple(Spectrum(self.zero(), self.zero()) for _ in range(self.num_states))
 
-    def shapes(self, steps: int, dtype: jnp.dtype) -> States:
-        shape = (self.batch, steps, self.frequencies, self.channels)
-        return self.states(lambda: jax.ShapeDtypeStruct(shape, dtype))
+    def packed(self, steps: int, count: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        shape = (self.batch, steps, self.planes, self.frequencies, count * self.channels)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def available() -> bool:
@@ -89,30 +97,34 @@ def available() -> bool:
 def fused_scan(
     make_step: Callable[..., Callable[[States, Any, States], States]],
     constants: Tree,
-    num_states: int,
+    counts: tuple[int, int],
     gates: Tree,
-    inputs: States,
-    last_only: bool = False,
+    inputs: jax.Array,
+    last_only: bool,
+    read: Callable[[States, Any], States],
+    read_gates: Tree,
     interpret: bool | None = None,
-) -> States:
-    """As cssm.scan.linear_scan: `num_states` states [B, T, F, C] in the dtype of the inputs; last_only: [B, 1, F, C].
+) -> jax.Array:
+    """As cssm.scan.linear_scan; read_gates have as many steps as are read.
 
-    make_step(*constants) is the step; constants are arrays that broadcast to [F, C], gates [B or 1, T, F or 1, C or 1],
-    inputs [B, T or 1, F, C]. Inside, all are float32 (float64 for float64 inputs). interpret None: where there is no
-    GPU.
+    Inside, all are float32 (float64 for float64 inputs). interpret None: where there is no GPU.
     """
-    batch, still_steps, frequencies, channels = jax.tree.leaves(inputs)[0].shape
+    batch, still_steps, planes, frequencies, channels = inputs.shape
+    channels //= counts[1]
     steps = jax.tree.leaves(gates)[0].shape[1]
     block = min(BLOCK, 1 << (channels - 1).bit_length())
     columns = frequencies * -(-channels // block)
+    zero = Spectrum(jnp.zeros(()), jnp.zeros(()))
     plan = _Plan(
         batch=batch,
         time=steps,
+        planes=planes,
         frequencies=frequencies,
         channels=channels,
-        state=jax.tree.structure(inputs[0]),
-        num_states=num_states,
-        dtype=jax.tree.leaves(inputs)[0].dtype,
+        num_states=counts[0],
+        num_inputs=counts[1],
+        num_read=len(jax.eval_shape(read, (zero,) * counts[0], jax.tree.map(lambda _: zero.re, read_gates))),
+        dtype=inputs.dtype,
         still=still_steps == 1 and steps > 1,
         last_only=last_only,
         block=block,
@@ -120,48 +132,84 @@ def fused_scan(
         parts=next(n for n in range(1, batch + 1) if batch % n == 0 and (n * columns >= PROGRAMS or n == batch)),
         interpret=jax.default_backend() != "gpu" if interpret is None else interpret,
     )
+    work = _Work(plan, make_step, read)
 
     @jax.custom_vjp
-    def scan(constants, gates, inputs):
-        return _forward(plan, make_step, constants, gates, inputs, keep=False)[0]
+    def scan(constants, gates, read_gates, inputs):
+        return _forward(work, constants, gates, read_gates, inputs, keep=False)[0]
 
-    def forward(constants, gates, inputs):
-        states, kept = _forward(plan, make_step, constants, gates, inputs, keep=True)
-        return states, (constants, gates, inputs, kept)
+    def forward(constants, gates, read_gates, inputs):
+        states, kept = _forward(work, constants, gates, read_gates, inputs, keep=True)
+        return states, (constants, gates, read_gates, inputs, kept)
 
-    def backward(residuals, d_states):
-        constants, gates, inputs, kept = residuals
-        return _backward(plan, make_step, constants, gates, inputs, kept, d_states)
+    def backward(residuals, d_out):
+        return _backward(work, *residuals, d_out)
 
     scan.defvjp(forward, backward)
-    return scan(jax.tree.map(lambda k: jnp.broadcast_to(k, (frequencies, channels)), constants), gates, inputs)
+    constants = jax.tree.map(lambda k: jnp.broadcast_to(k, (frequencies, channels)), constants)
+    return scan(constants, gates, read_gates, inputs)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a kernel does at each step."""
+
+    plan: _Plan
+    make_step: Callable
+    read: Callable
+
+    def whole(self, constants: Tree, h: States, gates: Tree, u: States, read_gates: Tree) -> tuple[States, States]:
+        """(the next states, what is read of them)."""
+        h = self.make_step(*constants)(h, gates, u)
+        return h, self.read(h, read_gates)
+
+    def step(self, constants: Tree, h: States, gates: Tree, u: States) -> States:
+        return self.make_step(*constants)(h, gates, u)
 
 
 class _Place:
     """Where a program is, and how it reads and writes there."""
 
     def __init__(self, plan: _Plan, b: jax.Array, f: jax.Array, c: jax.Array):
-        self.plan, self.b, self.f = plan, b, f
-        self.channels = pl.ds(c * plan.block, plan.block)
+        self.plan, self.b, self.f, self.c = plan, b, f, c
         lanes = c * plan.block + jnp.arange(plan.block)
         self.mask = lanes < plan.channels if plan.channels % plan.block else None
         self.zero = c * 0  # Pallas' interpreter wants traced indices
 
-    def read(self, ref: Any, *index: Any, where: Any = None) -> jax.Array:
+    def _channels(self, number: int) -> Any:
+        """Of one of several spectra side by side."""
+        return pl.ds(self.c * self.plan.block + number * self.plan.channels, self.plan.block)
+
+    def load(self, ref: Any, *index: Any, number: int = 0, where: Any = None) -> jax.Array:
         """A block of channels, zeros beyond the last one and where not `where`."""
         mask = self.mask
         if where is not None:
             here = jnp.broadcast_to(where, (self.plan.block,))
             mask = here if mask is None else mask & here
-        at = ref.at[(*index, self.channels)]
+        at = ref.at[(*index, self._channels(number))]
         loaded = plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
         return loaded.astype(self.plan.carry)
 
-    def write(self, ref: Any, value: jax.Array, *index: Any) -> None:
-        plt.store(ref.at[(*index, self.channels)], value.astype(ref.dtype), mask=self.mask)
+    def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
+        plt.store(ref.at[(*index, self._channels(number))], value.astype(ref.dtype), mask=self.mask)
+
+    def unpack(self, ref: Any, t: Any, count: int, where: Any = None) -> States:
+        """`count` spectra of a packed array [B, T, planes, F, count C], at step t."""
+
+        def plane(p: int, number: int) -> jax.Array:
+            if p == self.plan.planes:
+                return self.plan.zero()
+            return self.load(ref, self.b, t, self.zero + p, self.f, number=number, where=where)
+
+        return tuple(Spectrum(plane(0, i), plane(1, i)) for i in range(count))
+
+    def pack(self, ref: Any, spectra: States, t: Any) -> None:
+        for i, spectrum in enumerate(spectra):
+            for p in range(self.plan.planes):
+                self.store(ref, spectrum[p], self.b, t, self.zero + p, self.f, number=i)
 
     def constants(self, refs: Tree) -> Tree:
-        return jax.tree.map(lambda ref: self.read(ref, self.f), refs)
+        return jax.tree.map(lambda ref: self.load(ref, self.f), refs)
 
     def gates(self, refs: Tree, t: Any) -> Tree:
         """A number where all channels share it, else a block of them."""
@@ -170,14 +218,21 @@ class _Place:
             b = self.b if ref.shape[0] > 1 else self.zero
             f = self.f if ref.shape[2] > 1 else self.zero
             if ref.shape[3] > 1:
-                return self.read(ref, b, t, f)
+                return self.load(ref, b, t, f)
             return plt.load(ref.at[b, t, f, self.zero]).astype(self.plan.carry)
 
         return jax.tree.map(one, refs)
 
-    def inputs(self, refs: Tree, t: Any) -> Tree:
-        t = self.zero if self.plan.still else t
-        return jax.tree.map(lambda ref: self.read(ref, self.b, t, self.f), refs)
+    def write_gates(self, d_refs: Tree, values: Tree, refs: Tree, t: Any) -> None:
+        """Write this block's part of the gradients of `gates`."""
+        for d_ref, value, ref in zip(*map(jax.tree.leaves, (d_refs, values, refs)), strict=True):
+            if ref.shape[3] == 1:
+                plt.store(d_ref.at[self.b, t, self.f, self.c], value)
+            else:
+                self.store(d_ref, value, self.b, t, self.f)
+
+    def inputs(self, ref: Any, t: Any) -> States:
+        return self.unpack(ref, self.zero if self.plan.still else t, self.plan.num_inputs)
 
 
 def _repeat(times: int, body: Callable, carry: Tree) -> Tree:
@@ -195,33 +250,33 @@ def _call(kernel: Callable, plan: _Plan, grid: tuple[int, ...], out_shape: Tree,
     )(*operands)[0]
 
 
-def _forward(plan: _Plan, make_step, constants, gates, inputs, keep: bool) -> tuple[States, States | None]:
-    """(states, those at the start of each segment but the first, if they are to be kept)."""
+def _forward(
+    work: _Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, keep: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """(what is read, the kept states if they are to be kept, packed)."""
+    plan = work.plan
     keep = keep and plan.kept > 0
 
-    def kernel(constant_refs, gate_refs, input_refs, out_refs):
-        state_refs, kept_refs = out_refs if keep else (out_refs, None)
+    def kernel(constant_refs, gate_refs, read_refs, input_ref, out_refs):
+        out_ref, kept_ref = out_refs if keep else (out_refs, None)
         place = _Place(plan, pl.program_id(0), pl.program_id(1), pl.program_id(2))
-        step = make_step(*place.constants(constant_refs))
-
-        def write(refs, h, t):
-            jax.tree.map(lambda ref, plane: place.write(ref, plane, place.b, t, place.f), refs, h)
+        here = place.constants(constant_refs)
 
         def segment(h, first, length):
             for s in range(length):
                 t = first + s
-                h = step(h, place.gates(gate_refs, t), place.inputs(input_refs, t))
+                h = work.step(here, h, place.gates(gate_refs, t), place.inputs(input_ref, t))
                 if not plan.last_only:
-                    write(state_refs, h, t)
+                    place.pack(out_ref, work.read(h, place.gates(read_refs, t)), t)
             return h
 
         def body(i, h):
             h = segment(h, i * plan.segment, plan.segment)
             if keep:
 
-                @pl.when(i < plan.kept)
+                @pl.when(i < plan.starts)
                 def _():
-                    write(kept_refs, h, i)
+                    place.pack(kept_ref, h, i)
 
             return h
 
@@ -229,68 +284,72 @@ def _forward(plan: _Plan, make_step, constants, gates, inputs, keep: bool) -> tu
         left = plan.time % plan.segment
         h = segment(h, place.zero + plan.time - left, left)
         if plan.last_only:
-            write(state_refs, h, place.zero)
+            place.pack(out_ref, work.read(h, place.gates(read_refs, place.zero)), place.zero)
+            if keep:
+                place.pack(kept_ref, h, place.zero + plan.starts)
 
-    states = plan.shapes(1 if plan.last_only else plan.time, plan.dtype)
-    out_shape = (states, plan.shapes(plan.kept, plan.carry)) if keep else states
+    out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
+    out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
     grid = (plan.batch, plan.frequencies, plan.blocks)
-    out = _call(kernel, plan, grid, out_shape, (constants, gates, inputs))
-    return out if keep else (out, None)
+    result = _call(kernel, plan, grid, out_shape, (constants, gates, read_gates, inputs))
+    return result if keep else (result, None)
 
 
-def _backward_kernel(plan: _Plan, make_step) -> Callable:
+def _backward_kernel(work: _Work) -> Callable:
     """One program: the examples of its part, one after the other."""
+    plan = work.plan
     share = plan.batch // plan.parts
-    block_of_zeros = lambda _: jnp.zeros((plan.block,), plan.carry)
 
-    def kernel(constant_refs, gate_refs, input_refs, kept_refs, d_state_refs, out_refs):
-        d_constant_refs, d_gate_refs, d_input_refs = out_refs
+    def kernel(constant_refs, gate_refs, read_refs, input_ref, kept_ref, d_out_ref, out_refs):
+        d_constant_refs, d_gate_refs, d_read_refs, d_input_ref = out_refs
         part, f, c = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
         def example(i, d_constants):
             place = _Place(plan, part * share + i, f, c)
             here = place.constants(constant_refs)
-            step = make_step(*here)
 
-            def pull(dh, h, g, u):
-                return jax.vjp(lambda k, h, g, u: make_step(*k)(h, g, u), here, h, g, u)[1](dh)
-
-            def d_state(t):
-                return jax.tree.map(lambda ref: place.read(ref, place.b, t, f), d_state_refs)
-
-            def write_gate(ref, value, shared, t):
-                if shared:
-                    plt.store(ref.at[place.b, t, f, c], value)
-                else:
-                    place.write(ref, value, place.b, t, f)
+            def pull(dh, t, h, g):
+                """Of step t, from states h: gradients of (constants, h, gates, inputs)."""
+                u = place.inputs(input_ref, t)
+                if plan.last_only:
+                    return jax.vjp(work.step, here, h, g, u)[1](dh)
+                r = place.gates(read_refs, t)
+                d_out = place.unpack(d_out_ref, t, plan.num_read)
+                *grads, dr = jax.vjp(work.whole, here, h, g, u, r)[1]((dh, d_out))
+                place.write_gates(d_read_refs, dr, read_refs, t)
+                return grads
 
             def segment(carry, first, length, number):
                 dh, d_constants, d_still = carry
                 h = plan.zeros()
-                if plan.kept:
+                if plan.starts:
                     before = jnp.maximum(number - 1, 0)
-                    h = jax.tree.map(lambda ref: place.read(ref, place.b, before, f, where=number > 0), kept_refs)
+                    h = place.unpack(kept_ref, before, plan.num_states, where=number > 0)
                 states, gates_at = [h], []
                 for s in range(length):
                     gates_at.append(place.gates(gate_refs, first + s))
                     if s < length - 1:
-                        states.append(step(states[-1], gates_at[-1], place.inputs(input_refs, first + s)))
+                        u = place.inputs(input_ref, first + s)
+                        states.append(work.step(here, states[-1], gates_at[-1], u))
                 for s in reversed(range(length)):
                     t = first + s
-                    if not plan.last_only:
-                        dh = jax.tree.map(jnp.add, dh, d_state(t))
-                    dk, dh, dg, du = pull(dh, states[s], gates_at[s], place.inputs(input_refs, t))
+                    dk, dh, dg, du = pull(dh, t, states[s], gates_at[s])
                     d_constants = jax.tree.map(jnp.add, d_constants, dk)
-                    for ref, value, gate in zip(*map(jax.tree.leaves, (d_gate_refs, dg, gate_refs)), strict=True):
-                        write_gate(ref, value, gate.shape[3] == 1, t)
+                    place.write_gates(d_gate_refs, dg, gate_refs, t)
                     if plan.still:
                         d_still = jax.tree.map(jnp.add, d_still, du)
                     else:
-                        jax.tree.map(lambda ref, v, t=t: place.write(ref, v, place.b, t, f), d_input_refs, du)
+                        place.pack(d_input_ref, du, t)
                 return dh, d_constants, d_still
 
-            dh = d_state(place.zero) if plan.last_only else plan.zeros()
-            carry = (dh, d_constants, jax.tree.map(block_of_zeros, input_refs) if plan.still else None)
+            dh = plan.zeros()
+            if plan.last_only:
+                h = place.unpack(kept_ref, place.zero + plan.starts, plan.num_states)
+                d_out = place.unpack(d_out_ref, place.zero, plan.num_read)
+                dh, dr = jax.vjp(work.read, h, place.gates(read_refs, place.zero))[1](d_out)
+                place.write_gates(d_read_refs, dr, read_refs, place.zero)
+            nothing = tuple(Spectrum(plan.zero(), plan.zero()) for _ in range(plan.num_inputs))
+            carry = (dh, d_constants, nothing if plan.still else None)
             left = plan.time % plan.segment
             if left:
                 carry = segment(carry, place.zero + plan.time - left, left, place.zero + plan.segments)
@@ -301,33 +360,38 @@ def _backward_kernel(plan: _Plan, make_step) -> Callable:
 
             _, d_constants, d_still = _repeat(plan.segments, body, carry)
             if plan.still:
-                jax.tree.map(lambda ref, v: place.write(ref, v, place.b, place.zero, f), d_input_refs, d_still)
+                place.pack(d_input_ref, d_still, place.zero)
             return d_constants
 
-        total = _repeat(share, example, jax.tree.map(block_of_zeros, constant_refs))
+        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), constant_refs))
         place = _Place(plan, part, f, c)
-        jax.tree.map(lambda ref, v: place.write(ref, v, part, f), d_constant_refs, total)
+        jax.tree.map(lambda ref, v: place.store(ref, v, part, f), d_constant_refs, total)
 
     return kernel
 
 
-def _backward(plan: _Plan, make_step, constants, gates, inputs, kept, d_states) -> tuple[Tree, Tree, Tree]:
+def _backward(
+    work: _Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, kept: Any, d_out: jax.Array
+) -> tuple[Tree, Tree, Tree, jax.Array]:
+    plan = work.plan
 
     def parts_of(gate):
         last = plan.blocks if gate.shape[3] == 1 else plan.channels
-        return jax.ShapeDtypeStruct((plan.batch, plan.time, plan.frequencies, last), plan.carry)
+        return jax.ShapeDtypeStruct((plan.batch, gate.shape[1], plan.frequencies, last), plan.carry)
 
     partial = jax.ShapeDtypeStruct((plan.parts, plan.frequencies, plan.channels), plan.carry)
     out_shape = (
         jax.tree.map(lambda _: partial, constants),
         jax.tree.map(parts_of, gates),
-        jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), inputs),
+        jax.tree.map(parts_of, read_gates),
+        jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
     )
     grid = (plan.parts, plan.frequencies, plan.blocks)
-    operands = (constants, gates, inputs, kept, d_states)
-    d_constants, d_gates, d_inputs = _call(_backward_kernel(plan, make_step), plan, grid, out_shape, operands)
+    operands = (constants, gates, read_gates, inputs, kept, d_out)
+    d_constants, d_gates, d_read, d_inputs = _call(_backward_kernel(work), plan, grid, out_shape, operands)
     d_constants = jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), d_constants, constants)
-    return d_constants, jax.tree.map(_gathered, d_gates, gates), d_inputs
+    gathered = lambda parts, whole: jax.tree.map(_gathered, parts, whole)
+    return d_constants, gathered(d_gates, gates), gathered(d_read, read_gates), d_inputs
 
 
 def _gathered(parts: jax.Array, gate: jax.Array) -> jax.Array:

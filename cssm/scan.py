@@ -10,10 +10,11 @@ function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; a
                   at once, then from block to block: n^2 memory
     goom          lax.scan over T in log space, where nothing overflows within the scan (cssm.goom); slow
     fused         one GPU kernel, whose states stay in registers (cssm.fused)
-    auto          reference up to 64 steps, chunked beyond; not yet fused, which in this form no GPU has run so far
+    auto          fused where there is such a GPU, for up to FUSED_MAX_STATES states; elsewhere reference up to 64
+                  steps, chunked beyond
 
 All give the same numbers to rounding, goom within its floor and ceiling. The carry is float32 (float64 for float64
-inputs) whatever the inputs are; states are returned in the dtype of the inputs.
+inputs) whatever the inputs are; what is read of the states is returned in the dtype of the inputs.
 
 What lies within a step is computed again in the backward pass by all but associative. For T states that are all read,
 chunked keeps those T, as its result, where reference keeps them once more; with last_only, and a still image, nothing
@@ -22,56 +23,73 @@ of the size of a state grows faster than sqrt(T).
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cssm import fused, goom
-from cssm.spectral import Spectrum, add, magnitude, multiply, scale, total
+from cssm.spectral import Spectrum, add, magnitude, multiply, pack, scale, total, unpack
 
 States = tuple[Spectrum, ...]
 Step = Callable[[States, Any, States], States]
+Read = Callable[[States, Any], States]
 Method = Literal["auto", "reference", "chunked", "associative", "goom", "fused"]
+
+# Of n states fit into the registers of a GPU's program.
+FUSED_MAX_STATES = 4
+
+
+def every_state(h: States, gates: Any) -> States:
+    """Read the states as they are."""
+    return h
 
 
 def linear_scan(
     make_step: Callable[..., Step],
     constants: Any,
-    num_states: int,
+    counts: tuple[int, int],
     gates: Any,
-    inputs: States,
+    inputs: jax.Array,
     method: Method = "auto",
     last_only: bool = False,
     stable: bool = False,
-) -> States:
+    read: Read = every_state,
+    read_gates: Any = (),
+) -> jax.Array:
     """Run the recurrence over time.
 
-    make_step(*constants) is the step: (h, gates_t, inputs_t) -> h. h: `num_states` spectra [B, F, C].
+    make_step(*constants) is the step: (h, gates_t, inputs_t) -> h. h, inputs_t: so many spectra [B, F, C] as counts
+    says, (states, inputs).
     constants: tuple of arrays or spectra that broadcast to [F, C]; the step closes over no other arrays.
     gates: pytree of real arrays [B or 1, T, F or 1, C or 1].
-    inputs: spectra [B, T, F, C], or [B, 1, F, C] where the input is the same at every t.
+    inputs: spectra packed, [B, T, 2, F, n C], or with one step where the input is the same at every t. With one plane
+    in place of two they are real, and so are all states: their imaginary planes are zero to the step, and not returned.
     stable: run `stable_step(step)` instead.
-    Returns `num_states` spectra [B, T, F, C]; with last_only, [B, 1, F, C] holding t = T - 1.
+    read(h_t, read_gates_t): the spectra to return of a step, linear in h_t; read_gates as gates, with last_only of one
+    step or all.
+    Returns what is read, packed, [B, T, 2, F, m C] in the dtype of the inputs; with last_only, of t = T - 1 alone.
     """
     num_steps = jax.tree.leaves(gates)[0].shape[1]
-    method = choose_method(method, num_steps)
+    method = choose_method(method, num_steps, counts[0], inputs.dtype)
+    if last_only:
+        read_gates = jax.tree.map(lambda r: r[:, -1:], read_gates)
     if method == "fused":
         make = (lambda *parts: stable_step(make_step(*parts))) if stable else make_step
-        return fused.fused_scan(make, constants, num_states, gates, inputs, last_only)
-    dtype = jnp.promote_types(inputs[0].re.dtype, jnp.float32)
-    gates = jax.tree.map(lambda g: jnp.moveaxis(g, 1, 0), gates)  # [T, B, F, 1]
-    inputs = jax.tree.map(lambda u: jnp.moveaxis(u, 1, 0), inputs)  # [T or 1, B, F, C]
-    still = inputs[0].re.shape[0] == 1 and num_steps > 1
-    start = _zeros(num_states, jnp.zeros(inputs[0].re.shape[1:], dtype))
-    states = _RUNS[method](make_step(*constants), stable, start, gates, inputs, still, last_only)
-    return jax.tree.map(lambda s: jnp.moveaxis(s, 0, 1), states)
+        return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates)
+    timed = lambda tree: jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tree)
+    run = _Run(make_step(*constants), stable, counts, inputs.shape[2], inputs.dtype, num_steps, last_only, read)
+    at_steps = _Timed(timed(gates), timed(inputs), timed(read_gates))
+    return jnp.moveaxis(_RUNS[method](run, at_steps), 0, 1)
 
 
-def choose_method(method: Method, num_steps: int) -> Method:
+def choose_method(method: Method, num_steps: int, num_states: int, dtype: jnp.dtype) -> Method:
     """What "auto" stands for."""
     if method != "auto":
         return method
+    if fused.available() and num_states <= FUSED_MAX_STATES and dtype != jnp.float64:
+        return "fused"
     return "chunked" if num_steps > 64 else "reference"
 
 
@@ -111,75 +129,111 @@ def _zeros(count: int, zero: jax.Array) -> States:
     return (Spectrum(zero, zero),) * count
 
 
-def _returned(inputs: States) -> Callable[[States], States]:
-    """States as they are returned: in the dtype of the inputs."""
-    dtype = inputs[0].re.dtype
-    return lambda states: jax.tree.map(lambda s: s.astype(dtype), states)
+class _Timed(NamedTuple):
+    """What a step sees, time first. inputs: [T or 1, B, 2, F, n C]."""
+
+    gates: Any
+    inputs: jax.Array
+    read_gates: Any
 
 
-def _reference(step, stable, start, gates, inputs, still, last_only):
-    step = stable_step(step) if stable else step
-    return _states(*_loop(step, start, gates, inputs, still, last_only, _returned(inputs)), _returned(inputs))
+@dataclass(frozen=True)
+class _Run:
+    """A recurrence, as the methods below take it."""
+
+    step: Step
+    stable: bool
+    counts: tuple[int, int]
+    planes: int
+    dtype: jnp.dtype
+    num_steps: int
+    last_only: bool
+    read: Read
+
+    def still(self, timed: _Timed) -> bool:
+        return timed.inputs.shape[0] == 1 and self.num_steps > 1
+
+    def unpack(self, inputs: jax.Array) -> States:
+        return unpack(inputs, self.counts[1], axis=-3)
+
+    def zero(self, timed: _Timed) -> jax.Array:
+        """The like of a state's plane, [B, F, C]."""
+        _, batch, _, frequencies, channels = timed.inputs.shape
+        shape = (batch, frequencies, channels // self.counts[1])
+        return jnp.zeros(shape, jnp.promote_types(self.dtype, jnp.float32))
+
+    def out(self, h: States, read_gates: Any) -> jax.Array:
+        """What is returned of states, at one step or all."""
+        return pack(*self.read(h, read_gates), axis=-3, planes=self.planes).astype(self.dtype)
+
+    def last(self, h: States, timed: _Timed) -> jax.Array:
+        return self.out(h, jax.tree.map(lambda r: r[-1], timed.read_gates))[None]
 
 
-def _states(last, states, returned):
-    return jax.tree.map(lambda s: s[None], returned(last)) if states is None else states
+def _reference(run: _Run, timed: _Timed) -> jax.Array:
+    step = stable_step(run.step) if run.stable else run.step
+    last, states = _loop(run, step, _zeros(run.counts[0], run.zero(timed)), timed, run.out)
+    return run.last(last, timed) if run.last_only else states
 
 
-def _chunked(step, stable, start, gates, inputs, still, last_only):
-    step = stable_step(step) if stable else step
-    num_steps = jax.tree.leaves(gates)[0].shape[0]
-    size = math.isqrt(num_steps)
-    whole = num_steps // size * size
-    timed = (gates, None if still else inputs)
+def _chunked(run: _Run, timed: _Timed) -> jax.Array:
+    step = stable_step(run.step) if run.stable else run.step
+    size = math.isqrt(run.num_steps)
+    whole = run.num_steps // size * size
+    still = timed.inputs if run.still(timed) else None
+    split = timed._replace(inputs=timed.inputs if still is None else None)
+    if run.last_only:
+        split = split._replace(read_gates=())
 
     def chunk(h, part):
-        return _loop(step, h, part[0], inputs if still else part[1], still, last_only, _returned(inputs))
+        return _loop(run, step, h, part if still is None else part._replace(inputs=still), run.out)
 
-    chunks = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), timed)
+    chunks = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), split)
+    start = _zeros(run.counts[0], run.zero(timed))
     last, states = jax.lax.scan(jax.checkpoint(chunk, prevent_cse=False), start, chunks)
     states = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), states)
-    if whole < num_steps:  # fewer than sqrt(T) steps are left: their states may stay
-        last, rest = chunk(last, jax.tree.map(lambda a: a[whole:], timed))
+    if whole < run.num_steps:  # fewer than sqrt(T) steps are left: their states may stay
+        last, rest = chunk(last, jax.tree.map(lambda a: a[whole:], split))
         states = jax.tree.map(lambda *parts: jnp.concatenate(parts), states, rest)
-    return _states(last, states, _returned(inputs))
+    return run.last(last, timed) if run.last_only else states
 
 
-def _loop(step, start, gates, inputs, still, last_only, returned, unrolled=16) -> tuple[Any, Any]:
-    """(the last states, all of them as `returned` makes them or None); up to `unrolled` steps are unrolled where that
-    is faster.
+def _loop(run: _Run, step, start, timed: _Timed, out, unrolled=16) -> tuple[Any, jax.Array | None]:
+    """(the last states, what `out` makes of all of them or None); up to `unrolled` steps are unrolled where that is
+    faster.
     """
-    num_steps = jax.tree.leaves(gates)[0].shape[0]
-    constant = jax.tree.map(lambda u: u[0], inputs) if still else None
+    num_steps = jax.tree.leaves(timed.gates)[0].shape[0]
+    still = timed.inputs.shape[0] == 1 and num_steps > 1
+    constant = run.unpack(timed.inputs[0]) if still else None
 
     def body(h, at_t):
-        gates_t, inputs_t = at_t
-        new = step(h, gates_t, constant if still else inputs_t)
+        gates_t, inputs_t, read_t = at_t
+        new = step(h, gates_t, constant if still else run.unpack(inputs_t))
         h = jax.tree.map(lambda s, old: s.astype(old.dtype), new, h)
-        return h, None if last_only else returned(h)
+        return h, None if run.last_only else out(h, read_t)
 
     # Only the states are kept for the backward pass; what lies between them is computed again.
     body = jax.checkpoint(body, prevent_cse=False)
     # A GPU wants the loop unrolled (one fused program); on a CPU a rolled loop is many times faster.
     unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= unrolled else 1
-    return jax.lax.scan(body, start, (gates, None if still else inputs), unroll=unroll)
+    steps = (timed.gates, None if still else timed.inputs, None if run.last_only else timed.read_gates)
+    return jax.lax.scan(body, start, steps, unroll=unroll)
 
 
 # Steps whose prefix products are one program: its length for the compiler grows with them.
 BLOCK = 8
 
 
-def _associative(step, stable, start, gates, inputs, still, last_only):
+def _associative(run: _Run, timed: _Timed) -> jax.Array:
     """Prefix products within blocks of steps, all blocks at once, then from block to block.
 
     Over all of 1024 steps at once it took XLA many minutes to compile.
     """
-    num_steps, n = jax.tree.leaves(gates)[0].shape[0], len(start)
-    if still:
-        inputs = jax.tree.map(lambda u: jnp.broadcast_to(u, (num_steps, *u.shape[1:])), inputs)
-    zero = jnp.zeros(inputs[0].re.shape, start[0].re.dtype)
-    matrix = _matrix(step, stable, n, gates, len(inputs), zero)
-    vector = step(_zeros(n, zero), gates, inputs)
+    num_steps, n = run.num_steps, run.counts[0]
+    inputs = run.unpack(jnp.broadcast_to(timed.inputs, (num_steps, *timed.inputs.shape[1:])))
+    zero = jnp.broadcast_to(run.zero(timed), inputs[0].re.shape)
+    matrix = _matrix(run.step, run.stable, n, timed.gates, len(inputs), zero)
+    vector = run.step(_zeros(n, zero), timed.gates, inputs)
     size = min(num_steps, BLOCK)
 
     def blocks(plane):
@@ -195,9 +249,12 @@ def _associative(step, stable, start, gates, inputs, still, last_only):
         states = _apply(matrix, vector, h)
         return [jax.tree.map(lambda s: s[-1], state) for state in states], states
 
-    states = vector if num_steps <= size else jax.lax.scan(block, list(start), (matrix, vector))[1]
+    start = list(_zeros(n, zero[0]))
+    states = vector if num_steps <= size else jax.lax.scan(block, start, (matrix, vector))[1]
     states = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:])[:num_steps], tuple(states))
-    return _returned(inputs)(jax.tree.map(lambda s: s[-1:], states) if last_only else states)
+    if run.last_only:
+        return run.last(jax.tree.map(lambda s: s[-1], states), timed)
+    return run.out(states, timed.read_gates)
 
 
 def _compose(earlier, later):
@@ -214,11 +271,13 @@ def _apply(matrix, vector, h):
     return [add(*(multiply(a, s) for a, s in zip(row, h, strict=True)), u) for row, u in rows]
 
 
-def _goom(step, stable, start, gates, inputs, still, last_only):
-    returned = lambda states: _returned(inputs)(tuple(goom.from_goom(state) for state in states))
-    step = _log_step(step, stable)
+def _goom(run: _Run, timed: _Timed) -> jax.Array:
+    plain = lambda states: tuple(goom.from_goom(state) for state in states)
+    step = _log_step(run.step, run.stable)
+    start = _to_goom(_zeros(run.counts[0], run.zero(timed)))
     # A step is large here: unrolled, it would take long to compile.
-    return _states(*_loop(step, _to_goom(start), gates, inputs, still, last_only, returned, unrolled=1), returned)
+    last, states = _loop(run, step, start, timed, lambda h, r: run.out(plain(h), r), unrolled=1)
+    return run.last(plain(last), timed) if run.last_only else states
 
 
 def _log_step(step: Step, stable: bool):

@@ -1,7 +1,10 @@
 """Space <-> frequency: the 2-D real Fourier transform over (H, W), channels last, and spectra of kernels.
 
-A spectrum is a `Spectrum(re, im)` of two real arrays [..., H, Wf, C] with Wf = W // 2 + 1: real planes keep bf16 and
-broadcasting gates simple. Forward transforms are unnormalised, inverse ones carry 1 / (H W), as in numpy.
+A spectrum is two real planes, with Wf = W // 2 + 1 columns: real numbers keep bf16 and broadcasting gates simple. To
+compute with it, it is a `Spectrum(re, im)` of two arrays [..., H, Wf, C]; on its way through transforms, projections
+and the recurrence it is packed, one array [..., 2, H, Wf, n C] of its planes and of n spectra side by side: each of
+these is then one matrix product or one kernel, and nothing is copied in between. Forward transforms are unnormalised,
+inverse ones carry 1 / (H W), as in numpy.
 """
 
 import functools
@@ -35,8 +38,25 @@ def choose_backend(backend: Backend, height: int, width: int, platform: str) -> 
     return "dft" if platform != "cpu" and max(height, width) <= DFT_MAX_SIDE else "fft"
 
 
-def rfft2(x: jax.Array, backend: Backend = "fft") -> Spectrum:
-    """Transform real x [..., H, W, C] over H and W; returns planes [..., H, Wf, C].
+def pack(*spectra: Spectrum, axis: int = -4, planes: int = 2) -> jax.Array:
+    """Spectra [..., H, Wf, C] side by side: [..., planes, H, Wf, n C]; of [..., F, C] with axis -3.
+
+    planes 1: the real parts alone.
+    """
+    alike = list(zip(*spectra, strict=True))[:planes]
+    return jnp.stack([jnp.concatenate(same, axis=-1) if len(same) > 1 else same[0] for same in alike], axis)
+
+
+def unpack(packed: jax.Array, count: int = 1, axis: int = -4) -> tuple[Spectrum, ...]:
+    """The inverse of `pack`. Of real numbers, which have one plane, the other is zero."""
+    planes = [jax.lax.index_in_dim(packed, i, axis, keepdims=False) for i in range(packed.shape[axis])]
+    if len(planes) == 1:
+        planes.append(jnp.zeros_like(planes[0]))
+    return tuple(Spectrum(*parts) for parts in zip(*(jnp.split(p, count, axis=-1) for p in planes), strict=True))
+
+
+def rfft2(x: jax.Array, backend: Backend = "fft") -> jax.Array:
+    """Transform real x [..., H, W, C] over H and W; returns it packed, [..., 2, H, Wf, C].
 
     "fft" computes in float32 (float64 stays float64); "dft" multiplies in x's dtype (bf16 products
     accumulate in float32 inside each product).
@@ -44,33 +64,39 @@ def rfft2(x: jax.Array, backend: Backend = "fft") -> Spectrum:
     height, width = x.shape[-3:-1]
     if choose_backend(backend, height, width, jax.default_backend()) == "fft":
         x_hat = jnp.fft.rfft2(x.astype(_full_precision(x.dtype)), axes=(-3, -2))
-        return Spectrum(x_hat.real.astype(x.dtype), x_hat.imag.astype(x.dtype))
-    cos_w, sin_w = _dft_matrix(width, width // 2 + 1, x.dtype)
-    re, im = _along_w(x, cos_w), _along_w(x, -sin_w)
-    cos_h, sin_h = _dft_matrix(height, height, x.dtype)
-    return Spectrum(_along_h(re, cos_h) + _along_h(im, sin_h), _along_h(im, cos_h) - _along_h(re, sin_h))
+        return pack(Spectrum(x_hat.real.astype(x.dtype), x_hat.imag.astype(x.dtype)))
+    # Both planes in one product: along W to [..., H, 2 Wf, C], then of H and plane together to [..., 2 H, Wf C].
+    cos, sin = _dft_matrix(width, width // 2 + 1)
+    along_w = np.concatenate([cos, -sin], axis=1)
+    cos, sin = _dft_matrix(height, height)
+    # From (h, plane) to (plane, g): re = cos re + sin im, im = cos im - sin re.
+    along_h = np.stack([np.stack([cos, -sin], 1), np.stack([sin, cos], 1)], 1).reshape(2 * height, 2 * height)
+    y = _left(along_w, x).reshape(*x.shape[:-3], 2 * height, -1)
+    return _left(along_h, y).reshape(*x.shape[:-3], 2, height, width // 2 + 1, -1)
 
 
-def irfft2(x_hat: Spectrum, width: int, backend: Backend = "fft") -> jax.Array:
-    """Inverse of `rfft2`: planes [..., H, Wf, C] to real [..., H, width, C].
+def irfft2(x_hat: jax.Array, width: int, backend: Backend = "fft") -> jax.Array:
+    """Inverse of `rfft2`: packed [..., 2, H, Wf, C] to real [..., H, width, C].
 
     As in numpy, what a non-symmetric spectrum would leave as an imaginary remainder is discarded.
     """
-    re, im = x_hat
-    height, dtype = re.shape[-3], re.dtype
+    height, columns, dtype = *x_hat.shape[-3:-1], x_hat.dtype
     if choose_backend(backend, height, width, jax.default_backend()) == "fft":
         full = _full_precision(dtype)
-        spectrum = jax.lax.complex(re.astype(full), im.astype(full))
-        return jnp.fft.irfft2(spectrum, s=(height, width), axes=(-3, -2)).astype(dtype)
-    cos_h, sin_h = _dft_matrix(height, height, dtype, scale=1.0 / height)
-    re, im = _along_h(re, cos_h) - _along_h(im, sin_h), _along_h(im, cos_h) + _along_h(re, sin_h)
+        (spectrum,) = unpack(x_hat.astype(full))
+        return jnp.fft.irfft2(jax.lax.complex(*spectrum), s=(height, width), axes=(-3, -2)).astype(dtype)
+    cos, sin = _dft_matrix(height, height, scale=1.0 / height)
+    # From (plane, g) to (h, plane): re = cos re - sin im, im = cos im + sin re.
+    along_h = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(2 * height, 2 * height)
     # Every column but the first (and Nyquist's, for even widths) stands for itself and its conjugate twin.
-    twice = np.full(width // 2 + 1, 2.0)
+    twice = np.full(columns, 2.0)
     twice[0] = 1.0
     if width % 2 == 0:
         twice[-1] = 1.0
-    cos_w, sin_w = _dft_matrix(width, width // 2 + 1, dtype, scale=twice / width)
-    return _along_w(re, cos_w.T) - _along_w(im, sin_w.T)
+    cos, sin = _dft_matrix(width, columns, scale=twice / width)
+    along_w = np.concatenate([cos.T, -sin.T])
+    y = _left(along_h, x_hat.reshape(*x_hat.shape[:-4], 2 * height, -1))
+    return _left(along_w, y.reshape(*x_hat.shape[:-4], height, 2 * columns, -1))
 
 
 def place_kernel(kernel: jax.Array, height: int, width: int, origin: str) -> jax.Array:
@@ -100,7 +126,7 @@ def place_kernel(kernel: jax.Array, height: int, width: int, origin: str) -> jax
 def kernel_spectrum(kernel: jax.Array, height: int, width: int, origin: str) -> Spectrum:
     """Spectrum [H, Wf, C] of spatial kernels [C, k, k]; not yet bounded, see `bound_magnitude`."""
     placed = place_kernel(kernel, height, width, origin)
-    return rfft2(jnp.moveaxis(placed, 0, -1), "fft")
+    return unpack(rfft2(jnp.moveaxis(placed, 0, -1), "fft"))[0]
 
 
 def bound_magnitude(k_hat: Spectrum, rho: float = 0.999) -> Spectrum:
@@ -139,15 +165,16 @@ def _full_precision(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _dft_matrix(size: int, columns: int, dtype, scale: float | np.ndarray = 1.0) -> tuple[jax.Array, jax.Array]:
+def _dft_matrix(size: int, columns: int, scale: float | np.ndarray = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin of 2 pi j k / size, [size, columns], times scale; j k is reduced first, so that angles stay exact."""
     angle = 2.0 * math.pi * (np.outer(np.arange(size), np.arange(columns)) % size) / size
-    return jnp.asarray(np.cos(angle) * scale, dtype), jnp.asarray(np.sin(angle) * scale, dtype)
+    return np.cos(angle) * scale, np.sin(angle) * scale
 
 
-def _along_w(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    return jnp.einsum("...hwc,wf->...hfc", x, matrix)
-
-
-def _along_h(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    return jnp.einsum("...hwc,hg->...gwc", x, matrix)
+def _left(matrix: np.ndarray, x: jax.Array) -> jax.Array:
+    """matrix [J, I], x [..., J, N] -> [..., I, N]: the sum over J."""
+    batch = x.reshape(-1, *x.shape[-2:])
+    # With the matrix repeated for each of them, products come out where they belong: without, XLA transposes x first.
+    each = jnp.broadcast_to(jnp.asarray(matrix, x.dtype), (batch.shape[0], *matrix.shape))
+    product = jax.lax.dot_general(each, batch, (((1,), (1,)), ((0,), (0,))))
+    return product.reshape(*x.shape[:-2], *product.shape[1:])

@@ -9,7 +9,7 @@ import pytest
 
 from cssm.goom import ceiling
 from cssm.scan import linear_scan
-from cssm.spectral import Spectrum, add, multiply, scale
+from cssm.spectral import Spectrum, add, multiply, pack, scale, unpack
 
 B, T, F, C = 2, 7, 3, 4  # 7 = 3 chunks of 2 steps and one that is left
 METHODS = ("reference", "chunked", "associative", "goom", "fused")
@@ -39,7 +39,14 @@ def number(state):
 
 @functools.partial(jax.jit, static_argnames=("method", "last_only", "stable"))
 def run(k, gates, inputs, method, last_only=False, stable=False):
-    return linear_scan(coupled, (k,), 2, gates, inputs, method, last_only, stable)
+    """The two states; read as their sum and a gate's part of the second, and taken apart again."""
+    read = lambda h, g: (add(*h), scale(g["a"], h[1]))
+    packed = linear_scan(
+        coupled, (k,), (2, 2), gates, pack(*inputs, axis=-3), method, last_only, stable, read, {"a": 1 + gates["a"]}
+    )
+    both, part = unpack(packed, 2, axis=-3)
+    y = scale(1 / (1 + gates["a"][:, -1:] if last_only else 1 + gates["a"]), part)
+    return add(both, scale(-1.0, y)), y
 
 
 def coupled(k):
@@ -161,10 +168,9 @@ def residual_bytes(method, steps, last_only=True, wide=64):
     """What the forward pass keeps for the backward pass, of a still image whose states have `wide` channels."""
 
     def keep(gates, u):
-        return jax.vjp(lambda g, u: linear_scan(driven, (), 1, g, (u,), method, last_only), gates, u)[1]
+        return jax.vjp(lambda g, u: linear_scan(driven, (), (1, 1), g, u, method, last_only), gates, u)[1]
 
-    u = jnp.zeros((1, 1, 1, wide))
-    kept = jax.eval_shape(keep, {"a": jnp.zeros((1, steps, 1, 1))}, Spectrum(u, u))
+    kept = jax.eval_shape(keep, {"a": jnp.zeros((1, steps, 1, 1))}, jnp.zeros((1, 1, 2, 1, wide)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept) if leaf.size > steps)
 
 
@@ -182,11 +188,9 @@ def test_compiled_memory_grows_as_stated(method, growth):
 
     def temporary(steps):
         def loss(gates, u):
-            (h,) = linear_scan(driven, (), 1, gates, (u,), method, last_only=True)
-            return jnp.sum(h.re)
+            return jnp.sum(linear_scan(driven, (), (1, 1), gates, u, method, last_only=True)[:, :, 0])
 
-        u = jnp.ones((1, 1, 1, 4096))
-        args = {"a": jnp.ones((1, steps, 1, 1))}, Spectrum(u, u)
+        args = {"a": jnp.ones((1, steps, 1, 1))}, jnp.ones((1, 1, 2, 1, 4096))
         return jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     assert 0.5 * growth < temporary(1024) / temporary(64) < 1.25 * growth
@@ -215,9 +219,26 @@ def test_log_space_stays_finite_where_the_plain_recurrence_overflows():
 def test_the_carry_is_float32_for_bf16_inputs_and_states_are_bf16(method):
     """A long sum of equal small terms stalls in bf16 (8 bits) and must not here."""
     steps = 1000
-    u = (Spectrum(jnp.full((1, 1, 1, 1), 0.01, jnp.bfloat16), jnp.zeros((1, 1, 1, 1), jnp.bfloat16)),)
+    u = jnp.full((1, 1, 2, 1, 1), 0.01, jnp.bfloat16)
     gates = {"one": jnp.ones((1, steps, 1, 1), jnp.bfloat16)}
     summed = lambda: lambda h, g, u: (add(scale(g["one"], h[0]), u[0]),)
-    (h,) = linear_scan(summed, (), 1, gates, u, method, last_only=True)
-    assert h.re.dtype == jnp.bfloat16
-    np.testing.assert_allclose(float(h.re[0, 0, 0, 0]), steps * float(u[0].re[0, 0, 0, 0]), rtol=4e-3)
+    h = linear_scan(summed, (), (1, 1), gates, u, method, last_only=True)
+    assert h.dtype == jnp.bfloat16
+    np.testing.assert_allclose(h.astype(jnp.float32), steps * float(u[0, 0, 0, 0, 0]), rtol=4e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("last_only", [False, True])
+def test_real_numbers_have_one_plane(method, last_only):
+    rng = np.random.default_rng(0)
+    u, gate = rng.standard_normal((B, T, 1, F, C)), {"a": rng.uniform(0.1, 0.9, (B, T, F, 1))}
+    make_step = lambda k: lambda h, g, u: (add(scale(k, scale(g["a"], h[0])), u[0]),)
+    k = rng.uniform(0.5, 1, (F, C))
+    state, states = np.zeros((B, F, C)), []
+    for t in range(T):
+        state = k * gate["a"][:, t] * state + u[:, t, 0]
+        states.append(state)
+    want = np.stack(states, 1)[:, :, None]
+    with jax.enable_x64(True):
+        got = linear_scan(make_step, (k,), (1, 1), gate, u, method, last_only)
+        np.testing.assert_allclose(got, want[:, -1:] if last_only else want, atol=1e-12)

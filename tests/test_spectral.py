@@ -21,7 +21,7 @@ def test_rfft2_is_numpys(backend, height, width):
     x = randn(2, 3, height, width, 4)
     want = np.fft.rfft2(x, axes=(-3, -2))
     with jax.enable_x64(True):
-        re, im = spectral.rfft2(jnp.asarray(x), backend)
+        ((re, im),) = spectral.unpack(spectral.rfft2(jnp.asarray(x), backend))
         assert re.dtype == jnp.float64
         np.testing.assert_allclose(np.asarray(re) + 1j * np.asarray(im), want, atol=1e-11)
 
@@ -33,17 +33,28 @@ def test_irfft2_is_numpys_also_where_the_spectrum_is_not_symmetric(backend, heig
     x_hat = randn(2, height, columns, 3) + 1j * randn(2, height, columns, 3, seed=1)
     want = np.fft.irfft2(x_hat, s=(height, width), axes=(-3, -2))
     with jax.enable_x64(True):
-        planes = Spectrum(jnp.asarray(x_hat.real), jnp.asarray(x_hat.imag))
-        np.testing.assert_allclose(spectral.irfft2(planes, width, backend), want, atol=1e-12)
+        packed = spectral.pack(Spectrum(jnp.asarray(x_hat.real), jnp.asarray(x_hat.imag)))
+        np.testing.assert_allclose(spectral.irfft2(packed, width, backend), want, atol=1e-12)
+
+
+def test_packed_spectra_lie_side_by_side_and_come_apart_again():
+    spectra = [
+        Spectrum(jnp.asarray(randn(2, 3, 4, 5, seed=i)), jnp.asarray(randn(2, 3, 4, 5, seed=i + 9))) for i in range(3)
+    ]
+    packed = spectral.pack(*spectra)
+    assert packed.shape == (2, 2, 3, 4, 15)
+    np.testing.assert_array_equal(packed[:, 1, ..., 5:10], spectra[1].im)
+    jax.tree.map(np.testing.assert_array_equal, spectral.unpack(packed, 3), tuple(spectra))
+    flat = [jax.tree.map(lambda p: p.reshape(2, 12, 5), z) for z in spectra]
+    jax.tree.map(np.testing.assert_array_equal, spectral.unpack(spectral.pack(*flat, axis=-3), 3, axis=-3), tuple(flat))
 
 
 def test_gradients_of_both_backends_agree():
     x = jnp.asarray(randn(2, 6, 8, 3), jnp.float32)
-    weight = jnp.asarray(randn(6, 5, 3, seed=2), jnp.float32)
+    weight = jnp.asarray(randn(2, 6, 5, 3, seed=2), jnp.float32)
 
     def loss(x, backend):
-        re, im = spectral.rfft2(x, backend)
-        return jnp.sum(jnp.sin(spectral.irfft2(Spectrum(re * weight, im), 8, backend)))
+        return jnp.sum(jnp.sin(spectral.irfft2(weight * spectral.rfft2(x, backend), 8, backend)))
 
     fft, dft = jax.grad(loss)(x, "fft"), jax.grad(loss)(x, "dft")
     np.testing.assert_allclose(dft, fft, rtol=1e-4, atol=1e-5)
@@ -53,10 +64,13 @@ def test_bf16_stays_bf16_and_close():
     x = jnp.asarray(randn(2, 8, 8, 3), jnp.bfloat16)
     want = np.fft.rfft2(np.asarray(x, np.float64), axes=(-3, -2))
     for backend in ("fft", "dft"):
-        re, im = spectral.rfft2(x, backend)
-        assert re.dtype == im.dtype == jnp.bfloat16
-        assert np.abs(np.asarray(re, np.float64) - want.real).max() < 0.02 * np.abs(want).max()
-        assert spectral.irfft2(Spectrum(re, im), 8, backend).dtype == jnp.bfloat16
+        packed = spectral.rfft2(x, backend)
+        assert packed.dtype == jnp.bfloat16
+        for plane, wanted in zip(
+            np.moveaxis(np.asarray(packed, np.float64), -4, 0), (want.real, want.imag), strict=True
+        ):
+            assert np.abs(plane - wanted).max() < 0.02 * np.abs(want).max()
+        assert spectral.irfft2(packed, 8, backend).dtype == jnp.bfloat16
 
 
 def test_auto_takes_products_on_accelerators_for_small_maps_only():
@@ -77,8 +91,9 @@ def test_a_product_of_spectra_is_circular_convolution_about_the_origin(size, hei
             want += kernel[:, a, b] * np.roll(x, (a - centre, b - centre), axis=(0, 1))
     with jax.enable_x64(True):
         k_hat = spectral.kernel_spectrum(jnp.asarray(kernel), height, width, "origin")
-        x_hat = spectral.rfft2(jnp.asarray(x))
-        np.testing.assert_allclose(spectral.irfft2(spectral.multiply(k_hat, x_hat), width), want, atol=1e-12)
+        (x_hat,) = spectral.unpack(spectral.rfft2(jnp.asarray(x)))
+        y_hat = spectral.pack(spectral.multiply(k_hat, x_hat))
+        np.testing.assert_allclose(spectral.irfft2(y_hat, width), want, atol=1e-12)
 
 
 def test_image_center_is_the_same_kernel_shifted_to_the_middle():

@@ -51,17 +51,18 @@ def large(cell, x, opened=0.0):
 def spied(name, found):
     """Append to `found` the matrices [T, B, F, C, row, column] of every recurrence that the cell runs."""
 
-    def spy(make_step, constants, n, gates, inputs, method="auto", last_only=False, stable=False):
+    def spy(make_step, constants, counts, gates, inputs, method="auto", last_only=False, stable=False, *read, **named):
         first = lambda a: jnp.moveaxis(a, 1, 0)
-        steps, batch = jax.tree.leaves(gates)[0].shape[1], inputs[0].re.shape[0]
-        zero = jnp.zeros((steps, batch, *inputs[0].re.shape[2:]))
+        n, (batch, _, _, frequencies, channels) = counts[0], inputs.shape
+        steps = jax.tree.leaves(gates)[0].shape[1]
+        zero = jnp.zeros((steps, batch, frequencies, channels // counts[1]))
         state = lambda j: tuple(Spectrum(zero + (i == j), zero) for i in range(n))
         step = make_step(*constants)
         run = stable_step(step) if stable else step
-        columns = [run(state(j), jax.tree.map(first, gates), (Spectrum(zero, zero),) * len(inputs)) for j in range(n)]
+        columns = [run(state(j), jax.tree.map(first, gates), (Spectrum(zero, zero),) * counts[1]) for j in range(n)]
         stack = lambda part: jnp.stack([jnp.stack([getattr(h, part) for h in c], -1) for c in columns], -1)
         found.append((stack("re"), stack("im")))
-        return linear_scan(make_step, constants, n, gates, inputs, method, last_only, stable)
+        return linear_scan(make_step, constants, counts, gates, inputs, method, last_only, stable, *read, **named)
 
     module = importlib.import_module(CELLS[name].__module__)
     places = [place for place in (core, module) if hasattr(place, "linear_scan")]

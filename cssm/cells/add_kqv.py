@@ -38,10 +38,14 @@ class AddKQV(nn.Module):
         names = (*(f"decay_{s}" for s in self.chain), *between, *(f"B_{s}" for s in self.chain), "C")
         gates = core.sigmoid_gates(names, x, steps, o)
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, name="kernel")(*x.shape[2:4])
-        inputs = core.input_spectra(x, len(self.chain), o)
+        count = len(self.chain)
+        inputs, c = core.input_spectra(x, count, o), gates.pop("C")
         step = functools.partial(_step, chain=self.chain)
-        states = linear_scan(step, (kernel,), len(self.chain), gates, inputs, o.scan, last_only, o.stable_transition)
-        y = core.read_out(states[-1:], gates["C"], x, o)
+        read = core.gated_states(count - 1)
+        y_hat = linear_scan(
+            step, (kernel,), (count, count), gates, inputs, o.scan, last_only, o.stable_transition, read, c
+        )
+        y = core.read_out(y_hat, 1, x.shape, o)
         return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(y)
 
 

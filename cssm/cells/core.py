@@ -12,9 +12,8 @@ import numpy as np
 from flax.linen import dtypes
 
 from cssm import spectral
-from cssm.fused import fused_scan
 from cssm.positions import time_code
-from cssm.scan import Method, choose_method, linear_scan
+from cssm.scan import Method, linear_scan
 from cssm.spectral import Backend, Spectrum
 
 
@@ -99,7 +98,7 @@ class FrequencyGates(nn.Module):
 
 
 class SpectralDense(nn.Module):
-    """Dense over channels, applied to a spectrum [B, T, H, Wf, C]; equals Dense in space, then the transform.
+    """Dense over channels, applied to packed spectra [B, T, 2, H, Wf, C]; equals Dense in space, then the transform.
 
     Exact because channel mixing commutes with the transform over (H, W); the bias, constant in space, touches
     frequency (0, 0) alone, where it counts H * width times.
@@ -109,34 +108,37 @@ class SpectralDense(nn.Module):
     dtype: jnp.dtype | None = None
 
     @nn.compact
-    def __call__(self, x_hat: Spectrum, width: int) -> Spectrum:
-        channels, height = x_hat.re.shape[-1], x_hat.re.shape[-3]
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (channels, self.features))
+    def __call__(self, x_hat: jax.Array, width: int) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x_hat.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        re, im, kernel, bias = dtypes.promote_dtype(x_hat.re, x_hat.im, kernel, bias, dtype=self.dtype)
-        return Spectrum((re @ kernel).at[..., 0, 0, :].add(bias * (height * width)), im @ kernel)
+        x_hat, kernel, bias = dtypes.promote_dtype(x_hat, kernel, bias, dtype=self.dtype)
+        return _add_constant(x_hat @ kernel, bias, width)
 
 
 class StateReadout(nn.Module):
-    """Project n states to C channels (Dense of their concatenation): spectra [B, T, H, Wf, C], or maps [B, T, H, W, C].
+    """Project n states to C channels (Dense of their concatenation).
 
-    width: of the maps that spectra stand for, of which only frequency (0, 0) sees the bias (SpectralDense).
+    Packed spectra [B, T, 2, H, Wf, n C] of maps so wide, of which only frequency (0, 0) sees the bias (SpectralDense);
+    or, without a width, maps [B, T, H, W, n C].
     """
 
+    count: int
     features: int
     dtype: jnp.dtype | None = None
 
     @nn.compact
-    def __call__(self, states: tuple[Any, ...], width: int) -> Any:
-        shape = jax.tree.leaves(states)[0].shape
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (len(states), shape[-1], self.features))
+    def __call__(self, states: jax.Array, width: int | None = None) -> jax.Array:
+        shape = (self.count, states.shape[-1] // self.count, self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        kernel, bias = dtypes.promote_dtype(kernel, bias, dtype=self.dtype)
-        project = lambda planes: spectral.total([plane @ kernel[i] for i, plane in enumerate(planes)])
-        if not isinstance(states[0], Spectrum):
-            return project(states) + bias
-        re, im = (project(planes) for planes in zip(*states, strict=True))
-        return Spectrum(re.at[..., 0, 0, :].add(bias * (shape[-3] * width)), im)
+        states, kernel, bias = dtypes.promote_dtype(states, kernel, bias, dtype=self.dtype)
+        y = states @ kernel.reshape(-1, self.features)
+        return y + bias if width is None else _add_constant(y, bias, width)
+
+
+def _add_constant(x_hat: jax.Array, constant: jax.Array, width: int) -> jax.Array:
+    """Add to packed spectra [..., 2, H, Wf, C] those of maps that are constant in space."""
+    return x_hat.at[..., 0, 0, 0, :].add(constant * (x_hat.shape[-3] * width))
 
 
 class CausalConv(nn.Module):
@@ -200,31 +202,34 @@ def sigmoid_gates(names: tuple[str, ...], x: jax.Array, steps: int, options: Cel
     return {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
 
 
-def input_spectra(x: jax.Array, count: int, options: CellOptions) -> tuple[Spectrum, ...]:
-    """Project x to `count` times C channels: as many spectra [B, T, F, C]; in a compact call, parameters "input_proj".
+def input_spectra(x: jax.Array, count: int, options: CellOptions) -> jax.Array:
+    """Project x to `count` times C channels: as many spectra, packed, [B, T, 2, F, count C]; in a compact call,
+    parameters "input_proj".
 
     Projecting after the transform moves C channels through it instead of `count` times C.
     """
     x_hat = spectral.rfft2(x, options.backend)
-    u_hat = flatten(SpectralDense(count * options.channels, options.dtype, name="input_proj")(x_hat, x.shape[3]))
-    return tuple(Spectrum(*planes) for planes in zip(*(jnp.split(p, count, axis=-1) for p in u_hat), strict=True))
+    return flatten(SpectralDense(count * options.channels, options.dtype, name="input_proj")(x_hat, x.shape[3]))
 
 
-def read_out(states: tuple[Spectrum, ...], gate: jax.Array, x: jax.Array, options: CellOptions) -> jax.Array:
-    """Gate states [B, T or 1, F, C] and return them to the space and dtype of x, [B, T or 1, H, W, C].
+def gated_states(*numbers: int) -> Callable[[tuple[Spectrum, ...], jax.Array], tuple[Spectrum, ...]]:
+    """What linear_scan is to read: these states, times the gate."""
+    return lambda h, gate: tuple(spectral.scale(gate, h[i]) for i in numbers)
+
+
+def read_out(y_hat: jax.Array, count: int, shape: tuple[int, ...], options: CellOptions) -> jax.Array:
+    """Return `count` gated states, packed [B, T, 2, F, count C], to space: [B, T, H, W, C]; shape: of such maps.
 
     Each passes pre_output_act in space; one state is then returned as it is, several are concatenated and projected to
-    C. In a compact call, parameters "output_proj". States of one step are read by the last gate.
+    C. In a compact call, parameters "output_proj".
     """
-    height, width = x.shape[2:4]
-    gate = gate[:, -states[0].re.shape[1] :]
-    read = tuple(unflatten(spectral.scale(gate, state), height) for state in states)
-    read = jax.tree.map(lambda p: p.astype(x.dtype), read)
-    project = StateReadout(options.channels, options.dtype, name="output_proj") if len(read) > 1 else lambda y, _: y[0]
+    height, width = shape[2:4]
+    y_hat = unflatten(y_hat, height)
+    project = StateReadout(count, options.channels, options.dtype, name="output_proj") if count > 1 else None
     if options.pre_output_act == "none":  # then the projection may come first: fewer maps to transform
-        return spectral.irfft2(project(read, width), width, options.backend)
-    act = {"gelu": nn.gelu, "silu": nn.silu}[options.pre_output_act]
-    return project(tuple(act(spectral.irfft2(y_hat, width, options.backend)) for y_hat in read), width)
+        return spectral.irfft2(project(y_hat, width) if project else y_hat, width, options.backend)
+    y = {"gelu": nn.gelu, "silu": nn.silu}[options.pre_output_act](spectral.irfft2(y_hat, width, options.backend))
+    return project(y) if project else y
 
 
 def depthwise(channels: int, size: int, dtype: jnp.dtype | None, name: str) -> nn.Conv:
@@ -279,27 +284,18 @@ def real_scan(
     """linear_scan with one real state at every pixel: make_step(constant) is (h, gates_t, inputs_t) -> h on arrays.
 
     constant [C]; gates: pytree of [B or 1, T, H or 1, W or 1, 1]; inputs [B, T or 1, H, W, C]. Returns
-    [B, T or 1, H, W, C]. The imaginary planes stay zero and nothing reads them: a compiled reference scan has none.
+    [B, T or 1, H, W, C].
     """
-    shape = inputs.shape
-    inputs = inputs.reshape(*shape[:2], -1, shape[-1])
+    batch, steps, height, width, channels = inputs.shape
     gates = jax.tree.map(lambda g: g.reshape(*g.shape[:2], -1, 1), gates)
-    method = choose_method(method, jax.tree.leaves(gates)[0].shape[1])
-
-    def real(constant):
-        step = make_step(constant)
-        return lambda h, g, u: (step(h[0], g, u[0]),)
+    packed = inputs.reshape(batch, steps, 1, height * width, channels)
 
     def planes(constant):
         step = make_step(constant)
         return lambda h, g, u: (Spectrum(step(h[0].re, g, u[0].re), h[0].im),)
 
-    if method == "fused":  # it would read and write the planes of zeros
-        (state,) = fused_scan(real, (constant,), 1, gates, (inputs,), last_only)
-    else:
-        spectra = (Spectrum(inputs, jnp.zeros_like(inputs)),)
-        state = linear_scan(planes, (constant,), 1, gates, spectra, method, last_only)[0].re
-    return state.reshape(shape[0], -1, *shape[2:])
+    states = linear_scan(planes, (constant,), (1, 1), gates, packed, method, last_only)
+    return states.reshape(batch, -1, height, width, channels)
 
 
 def layer_norm(dtype: jnp.dtype | None, name: str) -> nn.LayerNorm:
@@ -310,14 +306,14 @@ def layer_norm(dtype: jnp.dtype | None, name: str) -> nn.LayerNorm:
     return nn.LayerNorm(epsilon=1e-6, use_fast_variance=False, dtype=dtype, name=name)
 
 
-def flatten(x_hat: Spectrum) -> Spectrum:
-    """[B, T, H, Wf, C] -> [B, T, F, C]."""
-    return jax.tree.map(lambda p: p.reshape(*p.shape[:2], -1, p.shape[-1]), x_hat)
+def flatten(x_hat: jax.Array) -> jax.Array:
+    """Packed spectra [B, T, 2, H, Wf, C] -> [B, T, 2, F, C]."""
+    return x_hat.reshape(*x_hat.shape[:3], -1, x_hat.shape[-1])
 
 
-def unflatten(x_hat: Spectrum, height: int) -> Spectrum:
-    """[B, T, F, C] -> [B, T, H, Wf, C]."""
-    return jax.tree.map(lambda p: p.reshape(*p.shape[:2], height, -1, p.shape[-1]), x_hat)
+def unflatten(x_hat: jax.Array, height: int) -> jax.Array:
+    """Packed spectra [B, T, 2, F, C] -> [B, T, 2, H, Wf, C]."""
+    return x_hat.reshape(*x_hat.shape[:3], height, -1, x_hat.shape[-1])
 
 
 def repeat_over_time(x: jax.Array, num_steps: int | None) -> jax.Array:

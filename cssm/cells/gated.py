@@ -45,11 +45,11 @@ class Gated(nn.Module):
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
 
         m_hat = core.flatten(spectral.rfft2(m, o.backend))
-        (state,) = linear_scan(_step, (kernel,), 1, gates, (m_hat,), o.scan, last_only)
+        read = core.gated_states(0)
+        y_hat = linear_scan(_step, (kernel,), (1, 1), gates, m_hat, o.scan, last_only, read=read, read_gates=raw["C"])
         if last_only:
-            z, raw["C"] = z[:, -1:], raw["C"][:, -1:]
-        y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(scale(raw["C"], state), height))
-        y = spectral.irfft2(y_hat, width, o.backend) * nn.silu(z)
+            z = z[:, -1:]
+        y = spectral.irfft2(core.unflatten(y_hat, height), width, o.backend) * nn.silu(z)
         return nn.Dense(o.channels, dtype=o.dtype, name="out_proj")(y)
 
 

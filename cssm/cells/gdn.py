@@ -59,7 +59,9 @@ class GatedDeltaNet(nn.Module):
         q, k, v = self._queries_keys_values(x, context, steps)
         if last_only:
             q, x = q[:, -1:], x[:, -1:]
-        q_hat, k_hat, v_hat = (self._to_heads(part) for part in (q, k, v))
+        # v as it is, packed and row by row; of q and k spectra.
+        v_hat = jnp.moveaxis(self._to_heads(v), -1, 0)
+        (q_hat,), (k_hat,) = (spectral.unpack(self._to_heads(part)) for part in (q, k))
         if self.use_spectral_l2_norm:
             q_hat, k_hat = _unit(q_hat, axis=2), _unit(k_hat, axis=2)
         k_hat = _unit(k_hat, axis=-1)
@@ -70,16 +72,18 @@ class GatedDeltaNet(nn.Module):
         )
         gates = self._gates(context, height, width)
         gates["k"] = jax.tree.map(lambda p: core.repeat_over_time(p, steps), _split(k_hat, d))
+        queries = jax.tree.map(lambda p: core.repeat_over_time(p, 1 if last_only else steps), _split(q_hat, d))
 
         step = functools.partial(_step, stable=o.stable_transition)
 
-        def read_row(v_row: Spectrum) -> Spectrum:
-            states = linear_scan(step, (kernel,), d, gates, (v_row,), o.scan, last_only)
-            return add(*(multiply(s, q_j) for s, q_j in zip(states, _split(q_hat, d), strict=True)))
+        def read_row(v_row: jax.Array) -> jax.Array:
+            return linear_scan(
+                step, (kernel,), (d, 1), gates, v_row, o.scan, last_only, read=_asked, read_gates=queries
+            )
 
         # The rows of a head's matrix move alike: under vmap whatever has no v in it is computed once for all rows.
-        y_hat = jax.vmap(read_row, in_axes=-1, out_axes=-1)(v_hat)  # [B, T, F, C / d, d]
-        y_hat = jax.tree.map(lambda p: p.reshape(*p.shape[:2], height, -1, o.channels).astype(x.dtype), y_hat)
+        y_hat = jnp.moveaxis(jax.vmap(read_row)(v_hat), 0, -1)  # [B, T, 2, F, C / d, d]
+        y_hat = y_hat.reshape(*y_hat.shape[:3], height, -1, o.channels).astype(x.dtype)
         if self.cross_freq_conv_size:
             y_hat = self._cross_frequencies(y_hat)
         y = self._normalise(spectral.irfft2(y_hat, width, o.backend))
@@ -128,19 +132,20 @@ class GatedDeltaNet(nn.Module):
             alpha, beta = raw["alpha"], raw["beta"]
         return {"alpha": 0.1 + 0.89 * nn.sigmoid(alpha), "beta": nn.sigmoid(beta)}
 
-    def _to_heads(self, x: jax.Array) -> Spectrum:
-        """[B, T, H, W, C] -> [B, T, F, C / d, d]."""
+    def _to_heads(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, W, C] -> its spectrum, packed, [B, T, 2, F, C / d, d]."""
         x_hat = core.flatten(spectral.rfft2(x, self.options.backend))
-        return jax.tree.map(lambda p: p.reshape(*p.shape[:3], -1, self.delta_key_dim), x_hat)
+        return x_hat.reshape(*x_hat.shape[:4], -1, self.delta_key_dim)
 
-    def _cross_frequencies(self, y_hat: Spectrum) -> Spectrum:
-        """Convolve each plane of [B, T, H, Wf, C] along Wf, one kernel for all rows and channels."""
+    def _cross_frequencies(self, y_hat: jax.Array) -> jax.Array:
+        """Convolve each plane of packed [B, T, 2, H, Wf, C] along Wf, one kernel for all rows and channels."""
+        (y,) = spectral.unpack(y_hat)
 
         def conv(plane: jax.Array, name: str) -> jax.Array:
             along = nn.Conv(1, (self.cross_freq_conv_size,), dtype=self.options.dtype, name=name)
             return jnp.moveaxis(along(jnp.moveaxis(plane, -2, -1)[..., None])[..., 0], -1, -2)
 
-        return Spectrum(conv(y_hat.re, "cross_freq_re"), conv(y_hat.im, "cross_freq_im"))
+        return spectral.pack(Spectrum(conv(y.re, "cross_freq_re"), conv(y.im, "cross_freq_im")))
 
     def _normalise(self, y: jax.Array) -> jax.Array:
         if self.output_norm == "none":
@@ -164,6 +169,11 @@ def _unit(z: Spectrum, axis: int) -> Spectrum:
     dtype = jnp.promote_types(z.re.dtype, jnp.float32)
     power = jnp.square(z.re.astype(dtype)) + jnp.square(z.im.astype(dtype))
     return scale(jax.lax.rsqrt(power.sum(axis, keepdims=True) + EPSILON).astype(z.re.dtype), z)
+
+
+def _asked(h: tuple[Spectrum, ...], q: tuple[Spectrum, ...]) -> tuple[Spectrum]:
+    """What a row of a head's matrix answers to a query."""
+    return (add(*(multiply(s, q_j) for s, q_j in zip(h, q, strict=True))),)
 
 
 def _step(kernel: Spectrum, stable: bool):

@@ -33,10 +33,12 @@ class HGRU(nn.Module):
         gates = core.sigmoid_gates(GATES, x, steps, o)
         k_exc = core.SpectralKernel(o, core.xavier_normal_raw, name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(*x.shape[2:4])
-        inputs = core.input_spectra(x, 2, o)
-        states = linear_scan(_step, (k_exc, k_inh), 2, gates, inputs, o.scan, last_only, o.stable_transition)
-        read = tuple(states["xy".index(name)] for name in self.readout_state)
-        return core.read_out(read, gates["C"], x, o)
+        inputs, c = core.input_spectra(x, 2, o), gates.pop("C")
+        read = core.gated_states(*("xy".index(name) for name in self.readout_state))
+        y_hat = linear_scan(
+            _step, (k_exc, k_inh), (2, 2), gates, inputs, o.scan, last_only, o.stable_transition, read, c
+        )
+        return core.read_out(y_hat, len(self.readout_state), x.shape, o)
 
 
 def _step(k_exc: Spectrum, k_inh: Spectrum):

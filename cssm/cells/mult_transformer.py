@@ -37,9 +37,12 @@ class MultTransformer(nn.Module):
             for s in "qkv"
         ]
         inputs = core.input_spectra(x, 3, o)
-        states = linear_scan(_step, tuple(kernels), 3, gates, inputs, o.scan, last_only, o.stable_transition)
-        y_hat = core.LogMagnitudeNorm(name="norm_v")(states[2], height * width)
-        y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(y_hat, height))
+        v_only = lambda h, _: h[2:]
+        v_hat = linear_scan(
+            _step, tuple(kernels), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, v_only
+        )
+        normed = core.LogMagnitudeNorm(name="norm_v")(*spectral.unpack(v_hat, axis=-3), height * width)
+        y_hat = core.unflatten(spectral.pack(normed, axis=-3).astype(x.dtype), height)
         y_hat = core.SpectralDense(o.channels, o.dtype, name="output_proj")(y_hat, width)
         return spectral.irfft2(y_hat, width, o.backend)
 

@@ -29,7 +29,7 @@ class NoGate(nn.Module):
 
         count = jnp.zeros((1, steps, 1, 1), x.dtype)  # no gates, but their length says how many steps there are
         x_hat = core.flatten(spectral.rfft2(rotated, o.backend))
-        (state,) = linear_scan(core.kernel_step, (kernel,), 1, count, (x_hat,), o.scan, last_only)
-        h_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(state, height))
+        h_hat = linear_scan(core.kernel_step, (kernel,), (1, 1), count, x_hat, o.scan, last_only)
+        h_hat = core.unflatten(h_hat, height)
         y = nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(spectral.irfft2(h_hat, width, o.backend))
         return y - (x[:, -1:] if last_only else x)

@@ -52,13 +52,15 @@ class Opponent(nn.Module):
         logit = self.param("decay", nn.initializers.constant(DECAY_LOGIT), (o.channels,))
         decay = (0.1 + 0.89 * nn.sigmoid(logit)).astype(x.dtype)
         gates |= {name: decay * gates[name] for name in ("alpha", "delta")}
-        read_gate = gates.pop("C")
+        c = gates.pop("C")
         k_exc = core.SpectralKernel(o, nn.initializers.normal(0.02), name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, nn.initializers.normal(0.02), name="k_inh")(*x.shape[2:4])
         u_hat = core.flatten(spectral.rfft2(x, o.backend))
-        states = linear_scan(_step, (k_exc, k_inh), 2, gates, (u_hat,), o.scan, last_only, o.stable_transition)
-        read = tuple(states["xy".index(name)] for name in self.readout_state)
-        return core.read_out(read, read_gate, x, o)
+        read = core.gated_states(*("xy".index(name) for name in self.readout_state))
+        y_hat = linear_scan(
+            _step, (k_exc, k_inh), (2, 1), gates, u_hat, o.scan, last_only, o.stable_transition, read, c
+        )
+        return core.read_out(y_hat, len(self.readout_state), x.shape, o)
 
     def _gates(self, x: jax.Array, steps: int) -> dict[str, jax.Array]:
         """Squashed gates [B, T, F, C]."""

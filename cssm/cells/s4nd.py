@@ -86,8 +86,8 @@ class S4ND(nn.Module):
         kernel = self._two_sided("h", height)[:, None] * self._two_sided("w", width)
         # Twice the side holds all lags, and zeros beyond the border keep opposite ones apart.
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, height), (0, width), (0, 0)))
-        y_hat = multiply(spectral.rfft2(kernel, backend), spectral.rfft2(padded, backend))
-        y_hat = jax.tree.map(lambda p: p.astype(x.dtype), y_hat)
+        (k_hat,), (x_hat,) = (spectral.unpack(spectral.rfft2(part, backend)) for part in (kernel, padded))
+        y_hat = spectral.pack(multiply(k_hat, x_hat)).astype(x.dtype)
         return spectral.irfft2(y_hat, 2 * width, backend)[:, :, :height, :width]
 
     def _over_time(self, x: jax.Array, steps: int, last_only: bool) -> jax.Array:

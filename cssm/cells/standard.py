@@ -44,6 +44,5 @@ class Standard(nn.Module):
             return y.astype(x.dtype)
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
         u_hat = core.flatten(spectral.rfft2(x, o.backend))
-        (state,) = linear_scan(core.kernel_step, (kernel,), 1, clock, (u_hat,), o.scan, last_only)
-        y_hat = jax.tree.map(lambda p: p.astype(x.dtype), core.unflatten(state, height))
-        return spectral.irfft2(y_hat, width, o.backend)
+        y_hat = linear_scan(core.kernel_step, (kernel,), (1, 1), clock, u_hat, o.scan, last_only)
+        return spectral.irfft2(core.unflatten(y_hat, height), width, o.backend)

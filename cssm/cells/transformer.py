@@ -8,6 +8,7 @@ import functools
 import flax.linen as nn
 import jax
 
+from cssm import spectral
 from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
@@ -49,11 +50,20 @@ class Transformer(nn.Module):
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name="kernel")(height, width)
         inputs = core.input_spectra(x, len(present), o)
         step = functools.partial(_step, present=present)
-        states = linear_scan(step, (kernel,), len(present), gates, inputs, o.scan, last_only, o.stable_transition)
-        read = {name: states[present.index(name)] for name in chosen}
+        c, counts = gates.pop("C"), (len(present), len(present))
+        numbers = [present.index(name) for name in chosen]
+        scan = functools.partial(
+            linear_scan, step, (kernel,), counts, gates, inputs, o.scan, last_only, o.stable_transition
+        )
         if self.use_layernorm:
-            read = {s: core.LogMagnitudeNorm(name=f"norm_{s}")(read[s], height * width) for s in read}
-        return core.read_out(tuple(read.values()), gates["C"], x, o)
+            states = spectral.unpack(scan(lambda h, _: tuple(h[i] for i in numbers)), len(chosen), axis=-3)
+            norms = [core.LogMagnitudeNorm(name=f"norm_{name}") for name in chosen]
+            c = c[:, -states[0].re.shape[1] :]
+            normed = [spectral.scale(c, norm(z, height * width)) for norm, z in zip(norms, states, strict=True)]
+            y_hat = spectral.pack(*normed, axis=-3).astype(x.dtype)
+        else:
+            y_hat = scan(core.gated_states(*numbers), c)
+        return core.read_out(y_hat, len(chosen), x.shape, o)
 
     def _gate_names(self, present: str) -> tuple[str, ...]:
         between = () if not self.k_state else ("w_k_to_q", "w_q_to_k") if self.asymmetric_qk else ("w_qk",)
