@@ -77,6 +77,10 @@ def _of_equation(equation: Any) -> float:
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
         return _multiply_adds(out, _size(out) * math.prod(operands[0].shape[d] for d in contracting))
+    if name.startswith("dot_product_attention"):  # cuDNN's: two products forward, four backward
+        batch, queries, heads, channels = operands[0].shape
+        products = 2 if "_fwd" in name else 4
+        return products * 2.0 * batch * heads * queries * operands[1].shape[1] * channels
     if name == "conv_general_dilated":
         return _multiply_adds(out, _taps(params, operands[0], operands[1], out))
     if name == "fft":

@@ -10,7 +10,6 @@ Pallas; off a GPU the same program is interpreted, which is for tests.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,10 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from cssm.fused_kernel import Plan, States, Tree, Work, backward_kernel, forward_kernel
 from cssm.spectral import Spectrum
-
-Tree = Any
-States = tuple[Spectrum, ...]
 
 # Channels of a program, one warp. A Triton array holds a power of two of numbers.
 BLOCK = 128
@@ -29,61 +26,6 @@ BLOCK = 128
 SEGMENT = 4
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
 PROGRAMS = 4096
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward."""
-
-    batch: int
-    time: int
-    planes: int
-    frequencies: int
-    channels: int
-    num_states: int
-    num_inputs: int
-    num_read: int
-    dtype: jnp.dtype  # of the results
-    still: bool
-    last_only: bool
-    block: int
-    segment: int
-    parts: int
-    interpret: bool
-
-    @property
-    def carry(self) -> jnp.dtype:
-        """Of all numbers inside."""
-        return jnp.promote_types(self.dtype, jnp.float32)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.channels // self.block)
-
-    @property
-    def segments(self) -> int:
-        """Whole ones; steps that are left come after them."""
-        return self.time // self.segment
-
-    @property
-    def starts(self) -> int:
-        """States that are kept: at the start of each segment but the first."""
-        return -(-self.time // self.segment) - 1
-
-    @property
-    def kept(self) -> int:
-        """Those, and the last ones where only they are read."""
-        return self.starts + self.last_only
-
-    def zero(self) -> jax.Array:
-        return jnp.zeros((self.block,), self.carry)
-
-    def zeros(self) -> States:
-        return tuple(Spectrum(self.zero(), self.zero()) for _ in range(self.num_states))
-
-    def packed(self, steps: int, count: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        shape = (self.batch, steps, self.planes, self.frequencies, count * self.channels)
-        return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def available() -> bool:
@@ -115,7 +57,7 @@ def fused_scan(
     block = min(BLOCK, 1 << (channels - 1).bit_length())
     columns = frequencies * -(-channels // block)
     zero = Spectrum(jnp.zeros(()), jnp.zeros(()))
-    plan = _Plan(
+    plan = Plan(
         batch=batch,
         time=steps,
         planes=planes,
@@ -132,7 +74,7 @@ def fused_scan(
         parts=next(n for n in range(1, batch + 1) if batch % n == 0 and (n * columns >= PROGRAMS or n == batch)),
         interpret=jax.default_backend() != "gpu" if interpret is None else interpret,
     )
-    work = _Work(plan, make_step, read)
+    work = Work(plan, make_step, read)
 
     @jax.custom_vjp
     def scan(constants, gates, read_gates, inputs):
@@ -150,97 +92,7 @@ def fused_scan(
     return scan(constants, gates, read_gates, inputs)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a kernel does at each step."""
-
-    plan: _Plan
-    make_step: Callable
-    read: Callable
-
-    def whole(self, constants: Tree, h: States, gates: Tree, u: States, read_gates: Tree) -> tuple[States, States]:
-        """(the next states, what is read of them)."""
-        h = self.make_step(*constants)(h, gates, u)
-        return h, self.read(h, read_gates)
-
-    def step(self, constants: Tree, h: States, gates: Tree, u: States) -> States:
-        return self.make_step(*constants)(h, gates, u)
-
-
-class _Place:
-    """Where a program is, and how it reads and writes there."""
-
-    def __init__(self, plan: _Plan, b: jax.Array, f: jax.Array, c: jax.Array):
-        self.plan, self.b, self.f, self.c = plan, b, f, c
-        lanes = c * plan.block + jnp.arange(plan.block)
-        self.mask = lanes < plan.channels if plan.channels % plan.block else None
-        self.zero = c * 0  # Pallas' interpreter wants traced indices
-
-    def _channels(self, number: int) -> Any:
-        """Of one of several spectra side by side."""
-        return pl.ds(self.c * self.plan.block + number * self.plan.channels, self.plan.block)
-
-    def load(self, ref: Any, *index: Any, number: int = 0, where: Any = None) -> jax.Array:
-        """A block of channels, zeros beyond the last one and where not `where`."""
-        mask = self.mask
-        if where is not None:
-            here = jnp.broadcast_to(where, (self.plan.block,))
-            mask = here if mask is None else mask & here
-        at = ref.at[(*index, self._channels(number))]
-        loaded = plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
-        return loaded.astype(self.plan.carry)
-
-    def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
-        plt.store(ref.at[(*index, self._channels(number))], value.astype(ref.dtype), mask=self.mask)
-
-    def unpack(self, ref: Any, t: Any, count: int, where: Any = None) -> States:
-        """`count` spectra of a packed array [B, T, planes, F, count C], at step t."""
-
-        def plane(p: int, number: int) -> jax.Array:
-            if p == self.plan.planes:
-                return self.plan.zero()
-            return self.load(ref, self.b, t, self.zero + p, self.f, number=number, where=where)
-
-        return tuple(Spectrum(plane(0, i), plane(1, i)) for i in range(count))
-
-    def pack(self, ref: Any, spectra: States, t: Any) -> None:
-        for i, spectrum in enumerate(spectra):
-            for p in range(self.plan.planes):
-                self.store(ref, spectrum[p], self.b, t, self.zero + p, self.f, number=i)
-
-    def constants(self, refs: Tree) -> Tree:
-        return jax.tree.map(lambda ref: self.load(ref, self.f), refs)
-
-    def gates(self, refs: Tree, t: Any) -> Tree:
-        """A number where all channels share it, else a block of them."""
-
-        def one(ref):
-            b = self.b if ref.shape[0] > 1 else self.zero
-            f = self.f if ref.shape[2] > 1 else self.zero
-            if ref.shape[3] > 1:
-                return self.load(ref, b, t, f)
-            return plt.load(ref.at[b, t, f, self.zero]).astype(self.plan.carry)
-
-        return jax.tree.map(one, refs)
-
-    def write_gates(self, d_refs: Tree, values: Tree, refs: Tree, t: Any) -> None:
-        """Write this block's part of the gradients of `gates`."""
-        for d_ref, value, ref in zip(*map(jax.tree.leaves, (d_refs, values, refs)), strict=True):
-            if ref.shape[3] == 1:
-                plt.store(d_ref.at[self.b, t, self.f, self.c], value)
-            else:
-                self.store(d_ref, value, self.b, t, self.f)
-
-    def inputs(self, ref: Any, t: Any) -> States:
-        return self.unpack(ref, self.zero if self.plan.still else t, self.plan.num_inputs)
-
-
-def _repeat(times: int, body: Callable, carry: Tree) -> Tree:
-    # The loop's own index would be int64 where jax has float64, and Pallas wants indices of one type.
-    return jax.lax.fori_loop(0, times, lambda i, carry: body(i.astype(jnp.int32), carry), carry)
-
-
-def _call(kernel: Callable, plan: _Plan, grid: tuple[int, ...], out_shape: Tree, operands: Tree) -> Tree:
+def _call(kernel: Callable, plan: Plan, grid: tuple[int, ...], out_shape: Tree, operands: Tree) -> Tree:
     return pl.pallas_call(
         kernel,
         out_shape=(out_shape,),  # one argument of the kernel, whatever its structure
@@ -251,127 +103,21 @@ def _call(kernel: Callable, plan: _Plan, grid: tuple[int, ...], out_shape: Tree,
 
 
 def _forward(
-    work: _Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, keep: bool
+    work: Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, keep: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """(what is read, the kept states if they are to be kept, packed)."""
     plan = work.plan
     keep = keep and plan.kept > 0
 
-    def kernel(constant_refs, gate_refs, read_refs, input_ref, out_refs):
-        out_ref, kept_ref = out_refs if keep else (out_refs, None)
-        place = _Place(plan, pl.program_id(0), pl.program_id(1), pl.program_id(2))
-        here = place.constants(constant_refs)
-
-        def segment(h, first, length):
-            for s in range(length):
-                t = first + s
-                h = work.step(here, h, place.gates(gate_refs, t), place.inputs(input_ref, t))
-                if not plan.last_only:
-                    place.pack(out_ref, work.read(h, place.gates(read_refs, t)), t)
-            return h
-
-        def body(i, h):
-            h = segment(h, i * plan.segment, plan.segment)
-            if keep:
-
-                @pl.when(i < plan.starts)
-                def _():
-                    place.pack(kept_ref, h, i)
-
-            return h
-
-        h = _repeat(plan.segments, body, plan.zeros())
-        left = plan.time % plan.segment
-        h = segment(h, place.zero + plan.time - left, left)
-        if plan.last_only:
-            place.pack(out_ref, work.read(h, place.gates(read_refs, place.zero)), place.zero)
-            if keep:
-                place.pack(kept_ref, h, place.zero + plan.starts)
-
     out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
     out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
     grid = (plan.batch, plan.frequencies, plan.blocks)
-    result = _call(kernel, plan, grid, out_shape, (constants, gates, read_gates, inputs))
+    result = _call(forward_kernel(work, keep), plan, grid, out_shape, (constants, gates, read_gates, inputs))
     return result if keep else (result, None)
 
 
-def _backward_kernel(work: _Work) -> Callable:
-    """One program: the examples of its part, one after the other."""
-    plan = work.plan
-    share = plan.batch // plan.parts
-
-    def kernel(constant_refs, gate_refs, read_refs, input_ref, kept_ref, d_out_ref, out_refs):
-        d_constant_refs, d_gate_refs, d_read_refs, d_input_ref = out_refs
-        part, f, c = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-
-        def example(i, d_constants):
-            place = _Place(plan, part * share + i, f, c)
-            here = place.constants(constant_refs)
-
-            def pull(dh, t, h, g):
-                """Of step t, from states h: gradients of (constants, h, gates, inputs)."""
-                u = place.inputs(input_ref, t)
-                if plan.last_only:
-                    return jax.vjp(work.step, here, h, g, u)[1](dh)
-                r = place.gates(read_refs, t)
-                d_out = place.unpack(d_out_ref, t, plan.num_read)
-                *grads, dr = jax.vjp(work.whole, here, h, g, u, r)[1]((dh, d_out))
-                place.write_gates(d_read_refs, dr, read_refs, t)
-                return grads
-
-            def segment(carry, first, length, number):
-                dh, d_constants, d_still = carry
-                h = plan.zeros()
-                if plan.starts:
-                    before = jnp.maximum(number - 1, 0)
-                    h = place.unpack(kept_ref, before, plan.num_states, where=number > 0)
-                states, gates_at = [h], []
-                for s in range(length):
-                    gates_at.append(place.gates(gate_refs, first + s))
-                    if s < length - 1:
-                        u = place.inputs(input_ref, first + s)
-                        states.append(work.step(here, states[-1], gates_at[-1], u))
-                for s in reversed(range(length)):
-                    t = first + s
-                    dk, dh, dg, du = pull(dh, t, states[s], gates_at[s])
-                    d_constants = jax.tree.map(jnp.add, d_constants, dk)
-                    place.write_gates(d_gate_refs, dg, gate_refs, t)
-                    if plan.still:
-                        d_still = jax.tree.map(jnp.add, d_still, du)
-                    else:
-                        place.pack(d_input_ref, du, t)
-                return dh, d_constants, d_still
-
-            dh = plan.zeros()
-            if plan.last_only:
-                h = place.unpack(kept_ref, place.zero + plan.starts, plan.num_states)
-                d_out = place.unpack(d_out_ref, place.zero, plan.num_read)
-                dh, dr = jax.vjp(work.read, h, place.gates(read_refs, place.zero))[1](d_out)
-                place.write_gates(d_read_refs, dr, read_refs, place.zero)
-            nothing = tuple(Spectrum(plan.zero(), plan.zero()) for _ in range(plan.num_inputs))
-            carry = (dh, d_constants, nothing if plan.still else None)
-            left = plan.time % plan.segment
-            if left:
-                carry = segment(carry, place.zero + plan.time - left, left, place.zero + plan.segments)
-
-            def body(j, carry):
-                number = plan.segments - 1 - j
-                return segment(carry, number * plan.segment, plan.segment, number)
-
-            _, d_constants, d_still = _repeat(plan.segments, body, carry)
-            if plan.still:
-                place.pack(d_input_ref, d_still, place.zero)
-            return d_constants
-
-        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), constant_refs))
-        place = _Place(plan, part, f, c)
-        jax.tree.map(lambda ref, v: place.store(ref, v, part, f), d_constant_refs, total)
-
-    return kernel
-
-
 def _backward(
-    work: _Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, kept: Any, d_out: jax.Array
+    work: Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, kept: Any, d_out: jax.Array
 ) -> tuple[Tree, Tree, Tree, jax.Array]:
     plan = work.plan
 
@@ -388,7 +134,7 @@ def _backward(
     )
     grid = (plan.parts, plan.frequencies, plan.blocks)
     operands = (constants, gates, read_gates, inputs, kept, d_out)
-    d_constants, d_gates, d_read, d_inputs = _call(_backward_kernel(work), plan, grid, out_shape, operands)
+    d_constants, d_gates, d_read, d_inputs = _call(backward_kernel(work), plan, grid, out_shape, operands)
     d_constants = jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), d_constants, constants)
     gathered = lambda parts, whole: jax.tree.map(_gathered, parts, whole)
     return d_constants, gathered(d_gates, gates), gathered(d_read, read_gates), d_inputs

@@ -4,6 +4,7 @@ docs/math.md. After the attention controls of the published CSSM code: pre-norm,
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from cssm.cells import core
 from cssm.cells.core import CellOptions
+from cssm.fused import available
 from cssm.positions import rope
 
 
@@ -41,11 +43,13 @@ class SelfAttention(nn.Module):
             q = q[:, -1:]
             if self.over == "space":
                 k, v = k[:, -1:], v[:, -1:]
-        y = jax.nn.dot_product_attention(*(self._to_tokens(part) for part in (q, k, v)))
+        shape = q.shape
+        q, k, v = (self._to_tokens(part) for part in (q, k, v))
+        y = jax.nn.dot_product_attention(q, k, v, implementation=kernel_of(q.dtype, q.shape[-1], self.over))
         if self.over == "space":
-            y = y.reshape(q.shape)
+            y = y.reshape(shape)
         else:
-            batch, steps, height, width, _ = q.shape
+            batch, steps, height, width, _ = shape
             y = jnp.moveaxis(y.reshape(batch, height, width, steps, channels), 3, 1)
         if self.pos_conv:
             y = y + core.depthwise(channels, 3, self.dtype, "pos_conv")(y)
@@ -59,6 +63,15 @@ class SelfAttention(nn.Module):
         return x.reshape(-1, x.shape[2] * x.shape[3], self.num_heads, x.shape[4] // self.num_heads)
 
 
+def kernel_of(dtype: jnp.dtype, head_channels: int, over: str) -> Literal["cudnn"] | None:
+    """What computes attention: cuDNN's kernel (as FlashAttention, Dao et al. 2022) where there is one, or XLA.
+
+    It is for 16 bits, heads of up to 128 channels in steps of 8, and worth it for tokens as many as pixels.
+    """
+    fits = dtype == jnp.bfloat16 and head_channels % 8 == 0 and head_channels <= 128
+    return "cudnn" if fits and over == "space" and available() else None
+
+
 class MLP(nn.Module):
     """Dense(ratio C), act, Dense(C); dwconv: h + a depthwise 3x3 convolution of h in between, for x [..., H, W, C]."""
 
@@ -70,7 +83,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        hidden = self.act(nn.Dense(int(self.ratio * channels), dtype=self.dtype, name="up")(x))
+        hidden = core.ActivatedDense(int(self.ratio * channels), self.act, self.dtype, name="up")(x)
         if self.dwconv:
             hidden = hidden + core.depthwise(hidden.shape[-1], 3, self.dtype, "dwconv")(hidden)
         return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
