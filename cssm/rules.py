@@ -4,6 +4,7 @@ With --target_params the width and the depth may be open; what depends on them i
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     _check_trunk(config)
     _check_files(config)
     _check_image(config)
+    if config.rand_augment:
+        operations(config.rand_augment)
 
 
 def check_applies(config: "Config", knobs: Mapping[str, Knob], names: Iterable[str]) -> None:
@@ -70,6 +73,16 @@ def check_applies(config: "Config", knobs: Mapping[str, Knob], names: Iterable[s
             needed += f", others have --{_INSTEAD[name]}" if name in _INSTEAD else ""
             cause = ways[0][0]
             raise UserError(f"{given} does not apply with --{cause} {getattr(config, cause)}: it needs {needed}")
+
+
+def operations(text: str) -> tuple[int, float]:
+    """(how many, magnitude) of a text such as m9-n2; UserError for another."""
+    found = re.fullmatch(r"m(\d+(?:\.\d+)?)-n(\d+)", text)
+    if not found or float(found[1]) > 10 or not int(found[2]):
+        raise UserError(
+            f"--rand_augment {text}: must be a magnitude from 0 to 10 and a number of operations from 1, such as m9-n2"
+        )
+    return int(found[2]), float(found[1])
 
 
 def _check_stages(config: "Config") -> None:
@@ -193,7 +206,12 @@ def _check_peer(config: "Config") -> None:
     """What PyTorch's side of a benchmark does not do."""
     here = {"temporal_attn_every": config.temporal_attn_every, "use_dwconv": config.use_dwconv}
     here |= {"ema_decay": config.ema_decay, "drop_path_rate": config.drop_path_rate, "remat": config.remat}
-    here |= {"grad_accum": (config.grad_accum or 1) > 1, "target_params": config.target_params}
+    here |= {name: getattr(config, name) for name in ("mixup", "cutmix", "random_erasing", "rand_augment")}
+    here |= {
+        "flip": config.flips_on_device,
+        "grad_accum": (config.grad_accum or 1) > 1,
+        "target_params": config.target_params,
+    }
     if config.peer != "none" and (stray := [name for name, value in here.items() if value]):
         raise UserError(
             f"--peer {config.peer} trains the plain attention model, without --{stray[0]}: leave one of the two out"

@@ -30,7 +30,9 @@ def pillow(image, name, amount):
     fill = (FILL,) * 3 if picture.mode == "RGB" else FILL
 
     def warped(*matrix):
-        return picture.transform(picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill)
+        return picture.transform(
+            picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=fill
+        )
 
     enhanced = {"color": "Color", "contrast": "Contrast", "brightness": "Brightness", "sharpness": "Sharpness"}
     if name in enhanced:
