@@ -157,7 +157,8 @@ def test_other_forms_of_rand_augment_are_refused(text):
 def test_a_run_that_goes_on_sees_the_same(tmp_path):
     settings = {"embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "cssm": "gated", "optimizer": "sgd"}
     settings |= {"global_batch_size": 16, "max_train_examples": 32, "max_eval_examples": 10, "warmup_steps": 0}
-    settings |= {"schedule": "constant", "lr": 0.1, "quiet": True, "checkpoint_dir": str(tmp_path), **EVERYTHING}
+    settings |= {"schedule": "constant", "lr": 0.01, "quiet": True, "checkpoint_dir": str(tmp_path)}
+    settings |= {**EVERYTHING, "rand_augment": None}
     train(Config(**settings, num_devices=1, max_steps=4, run_name="through"))
     train(Config(**settings, num_devices=4, max_steps=2, run_name="halves"))
     more = {"max_steps": 4, "num_devices": 4, "grad_accum": 2, "batch_size": 2, "global_batch_size": None}
