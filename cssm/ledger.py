@@ -11,6 +11,7 @@ from cssm import __version__
 from cssm.config import Config, applicable
 from cssm.markdown import table
 from cssm.report.events import jsonable
+from cssm.waiting import MUCH, advice, waited
 
 Row = dict[str, Any]
 SCHEMA = 1
@@ -44,7 +45,7 @@ class Ledger:
     """Writes both files anew with every row. facts: from cssm.measure.survey; command: as it was typed."""
 
     def __init__(self, directory: Path, config: Config, facts: dict[str, Any], command: str):
-        self.directory, self.rows, self.notes = directory, [], []
+        self.directory, self.rows, self.notes, self._told_waiting = directory, [], [], False
         kinds = dict.fromkeys(device["kind"] for device in facts["devices"])
         self.head: dict[str, Any] = {
             "schema": SCHEMA,
@@ -68,8 +69,19 @@ class Ledger:
         row["speedup"] = row["images_per_s"] / first["images_per_s"]
         row["efficiency"] = row["speedup"] * first["devices"] / row["devices"]
         self.rows.append(row)
+        self._note_waiting(row)
         self._write()
         return row
+
+    def _note_waiting(self, row: Row) -> None:
+        """Once, where a row waited much for data."""
+        share = (row.get("data_wait_ms") or 0.0) * row["images_per_s"] / (1e3 * row["effective_batch"])
+        if share > MUCH and not self._told_waiting:
+            self._told_waiting = True
+            how = advice(self.head["config"], self.head["host"]["cpu_cores"])
+            self.notes.append(
+                f"in the row of {row['devices']} devices, batch_size {row['batch_size']}, {waited(share)}: {how}"
+            )
 
     def note(self, text: str) -> None:
         """A sentence below the table."""

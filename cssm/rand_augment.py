@@ -40,7 +40,7 @@ def operate(image: jax.Array, which: jax.Array | int, amount: jax.Array | float,
     The sign is a direction, or less or more; solarize and posterize go by the size alone.
     """
     amount = jnp.asarray(amount, jnp.float32)
-    chosen = {name: which == i for i, name in enumerate(OPERATIONS)}
+    chosen = {name: jnp.asarray(which == i) for i, name in enumerate(OPERATIONS)}
     image = _warped(image, _matrix(chosen, amount, *image.shape[-3:-1]), fill)
     image = _looked_up(image, chosen, amount)
     factor = jnp.where(chosen["color"] | chosen["sharpness"], 1 + ENHANCE * amount, 1.0)

@@ -23,18 +23,19 @@ MAY_IMPORT = {
     "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
     "peer": "apart config",
     "apart": "config parallel",
-    "ledger": "cssm config markdown report",
+    "ledger": "cssm config markdown report waiting",
     "markdown": "",
     "cards": "",
     "training": "cssm batch_size checkpoint config data dry_run engine meter report resume rules runs setup signals "
-    "step tracing parallel",
+    "step tracing waiting parallel",
     "batch_size": "config data engine memory meter report runs setup parallel",
     "engine": "data meter setup step parallel",
     "tracing": "config",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
-    "compare": "config markdown",
+    "compare": "config markdown waiting",
+    "waiting": "settings",
     "advice": "",
     "step": "augment config models parallel",
     "augment": "config rand_augment",
@@ -84,7 +85,7 @@ TOP_LEVEL = {
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
-NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer"}
+NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer", "waiting"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
