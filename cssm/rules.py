@@ -186,13 +186,17 @@ def _check_parallel(config: "Config") -> None:
 
 def _check_batches(config: "Config") -> None:
     """That they are said in one way; and the lists of a benchmark."""
-    for name in ("devices", "batch_sizes"):
+    for name, least in (("devices", 1), ("batch_sizes", 1), ("worker_counts", 0)):
         given = getattr(config, name)
         found = numbers(given or "1")
-        if not found or 0 in found or len(set(found)) < len(found):
+        if not found or min(found) < least or len(set(found)) < len(found):
             raise UserError(
-                f"--{name} {given}: must be different numbers from 1 on, separated by commas, for example 1,2,4"
+                f"--{name} {given}: must be different numbers from {least} on, separated by commas, for example 1,2,4"
             )
+    if config.input == "data" and config.profile:
+        raise UserError(
+            f"--profile {config.profile} traces steps, and --input data takes none: leave one of the two out"
+        )
     ways = {"batch_sizes": config.batch_sizes, "find_batch_size": config.find_batch_size}
     ways |= {"batch_size": config.batch_size, "global_batch_size": config.global_batch_size}
     given = [f"--{name}" if value is True else f"--{name} {value}" for name, value in ways.items() if value]
@@ -212,7 +216,7 @@ def _check_peer(config: "Config") -> None:
         "grad_accum": (config.grad_accum or 1) > 1,
         "target_params": config.target_params,
     }
-    if config.peer != "none" and (stray := [name for name, value in here.items() if value]):
+    if config.peer != "none" and config.input != "data" and (stray := [name for name, value in here.items() if value]):
         raise UserError(
             f"--peer {config.peer} trains the plain attention model, without --{stray[0]}: leave one of the two out"
         )

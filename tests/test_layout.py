@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
     "cli": "bench cssm compare config memory report training hardware parallel",
-    "bench": "config data peer apart ledger measure report runs stages parallel",
+    "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
+    "input_rate": "apart config data",
     "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
     "peer": "apart config",
     "apart": "config parallel",
@@ -85,7 +86,7 @@ TOP_LEVEL = {
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
-NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer", "waiting"}
+NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer", "waiting", "input_rate"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
