@@ -16,7 +16,7 @@ import pytest
 from cssm import train
 from cssm.augment import ERASED_AREA, check_pairs, make_augment, mean_level, partner, unaugmented
 from cssm.checkpoint import step_folder
-from cssm.config import Config, UserError
+from cssm.config import Config, UserError, parse_args
 from cssm.step import TrainState, make_backward, score
 from parallel import devices as par
 from parallel.sync import Replicated
@@ -150,6 +150,18 @@ def test_half_a_pair_is_refused():
         check_pairs(Config(cutmix=0.2), 3)
     with pytest.raises(UserError, match="--mixup mixes"):
         train(Config(mixup=0.2, global_batch_size=10, num_devices=2, dry_run=True, quiet=True))
+
+
+@pytest.mark.parametrize("flag", ["--mixup=0.2", "--rand_augment=m9-n2", "--random_erasing=0.1"])
+def test_it_belongs_to_training(flag):
+    with pytest.raises(UserError, match="does not apply to the verb devices: it is for train or bench"):
+        parse_args(["devices", flag])
+    assert parse_args(["bench", flag]).config != Config()
+
+
+def test_pixels_of_digits_are_not_mirrored():
+    with pytest.raises(UserError, match="--flip True does not apply with --dataset digits|--flip does not apply"):
+        Config(flip=True)
 
 
 @pytest.mark.parametrize("text", ["9", "m11-n2", "m9-n0", "m9", "n2-m9", "m-1-n2", "rand-m9-n2"])
