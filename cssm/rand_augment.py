@@ -26,12 +26,14 @@ def rand_augment(key: jax.Array, image: jax.Array, ops: int, magnitude: float, f
 
     fill: [C] or [], the level of what a warp uncovers.
     """
-    for one in jax.random.split(key, ops):
-        which, sign = jax.random.split(one)
+
+    def one(image: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+        which, sign = jax.random.split(key)
         drawn = jax.random.randint(which, (), 0, len(OPERATIONS))
         amount = jnp.where(jax.random.bernoulli(sign), 1.0, -1.0) * (magnitude / 10)
-        image = operate(image, drawn, amount, fill)
-    return image
+        return operate(image, drawn, amount, fill), None
+
+    return jax.lax.scan(one, image, jax.random.split(key, ops))[0]  # one program, however many
 
 
 def operate(image: jax.Array, which: jax.Array | int, amount: jax.Array | float, fill: jax.Array | float) -> jax.Array:

@@ -160,7 +160,7 @@ def test_it_belongs_to_training(flag):
 
 
 def test_pixels_of_digits_are_not_mirrored():
-    with pytest.raises(UserError, match="--flip True does not apply with --dataset digits|--flip does not apply"):
+    with pytest.raises(UserError, match="--flip does not apply with --dataset digits"):
         Config(flip=True)
 
 
