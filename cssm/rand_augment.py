@@ -137,7 +137,9 @@ def _smooth(image: jax.Array) -> jax.Array:
         return image
     parts = [image[..., i : height - 2 + i, j : width - 2 + j, :] for i in range(3) for j in range(3)]
     inner = jnp.floor((sum(parts) + 4 * parts[4]) / 13 + 0.5)
-    return image.at[..., 1:-1, 1:-1, :].set(inner)
+    sides = [(0, 0)] * (image.ndim - 3) + [(1, 1), (1, 1), (0, 0)]
+    is_inner = jnp.pad(jnp.ones(inner.shape[-3:], bool), sides[-3:])
+    return jnp.where(is_inner, jnp.pad(inner, sides), image)
 
 
 def _blend(other: jax.Array | float, image: jax.Array, factor: jax.Array) -> jax.Array:
