@@ -57,7 +57,7 @@ def measure_peer(config: Config) -> Row:
         Photos(files, labels, _transform(config)),
         batch_sampler=batches,
         num_workers=workers,
-        prefetch_factor=config.prefetch or None if workers else None,
+        prefetch_factor=config.prefetch if workers else None,
     )
     return timed(config, iter(loader))
 

@@ -208,6 +208,8 @@ def _check_batches(config: "Config") -> None:
 
 def _check_peer(config: "Config") -> None:
     """What PyTorch's side of a benchmark does not do."""
+    if config.peer != "none" and config.input == "data" and not config.prefetch:
+        raise UserError("--prefetch 0: the workers of torch make batches ahead, type --prefetch 1 or more")
     here = {"temporal_attn_every": config.temporal_attn_every, "use_dwconv": config.use_dwconv}
     here |= {"ema_decay": config.ema_decay, "drop_path_rate": config.drop_path_rate, "remat": config.remat}
     here |= {name: getattr(config, name) for name in ("mixup", "cutmix", "random_erasing", "rand_augment")}

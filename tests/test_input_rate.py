@@ -90,6 +90,7 @@ def test_rows_are_batches_by_workers(photos):
         ("--worker_counts 1,2", "--worker_counts 1,2 does not apply with --input pipeline"),
         ("--input data --worker_counts 1,1", "must be different numbers from 0 on"),
         ("--input data --peer torch", "it needs --input"),
+        ("--input data --peer torch --dataset folder --data_dir x --prefetch 0", "type --prefetch 1 or more"),
     ],
 )
 def test_what_has_no_meaning_is_refused(flags, words):
