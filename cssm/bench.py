@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from cssm import data, peer
+from cssm import data, input_rate, peer
 from cssm.apart import apart
 from cssm.config import Config, UserError
 from cssm.data.pipeline import Outline, steps_per_epoch
@@ -16,6 +16,7 @@ from cssm.ledger import Ledger
 from cssm.measure import BURN_IN, measure, survey
 from cssm.report import Reporter
 from cssm.runs import named_by_time, unused_directory
+from cssm.setup import load_split
 from cssm.stages import numbers
 from parallel.devices import resolve_batch
 
@@ -35,14 +36,16 @@ def bench(config: Config, command: str = "", json_stream: IO[str] | None = None)
             raise UserError(
                 f"--peer torch takes still images, and --dataset {config.dataset} holds clips: leave it out"
             )
-        peer.check_installed()
+        peer.check_installed(input_rate.NEEDED if config.input == "data" else peer.NEEDED)
     facts = apart(survey, config)
-    points = plan(config, facts["num_devices"], outline)
+    points = input_plan(config, outline) if config.input == "data" else plan(config, facts["num_devices"], outline)
     directory = new_directory(config)
     with Reporter(None, headless_stream=json_stream, quiet=config.quiet) as report:
         ledger = Ledger(directory, config, facts, command)
         why = None
         try:
+            if config.input == "data":  # what is generated is made once, and shown
+                load_split(config, "train", report)
             for point in points:
                 rows, why = _measured(point, facts["platform"], outline, json_stream is None)
                 for row in rows:
@@ -102,6 +105,20 @@ def plan(config: Config, visible: int, outline: Outline) -> list[Config]:
     return points
 
 
+def input_plan(config: Config, outline: Outline) -> list[Config]:
+    """Of --input data: batch by batch, and for each the numbers of workers in the order given."""
+    sizes = numbers(config.batch_sizes) if config.batch_sizes else [config.batch_size]
+    counts = numbers(config.worker_counts) if config.worker_counts else [config.num_workers]
+    assert counts and sizes, "checked with the configuration"
+    points = []
+    for size in sizes:
+        total = resolve_batch(1, size, config.global_batch_size, config.grad_accum, 1).effective
+        steps_per_epoch(outline.examples["train"], total)
+        open_ = {"batch_sizes": None, "worker_counts": None, "batch_size": None, "grad_accum": None}
+        points += [replace(config, **open_, global_batch_size=total, num_workers=count) for count in counts]
+    return points
+
+
 def new_directory(config: Config) -> Path:
     """Made for the files; UserError where --output names one that holds something."""
     if config.output is None:
@@ -115,6 +132,8 @@ def new_directory(config: Config) -> Path:
 
 def _measured(point: Config, platform: str, outline: Outline, speak: bool) -> tuple[list[Row], str | None]:
     """(rows of ours and of the peer, why there are no more)."""
+    if point.input == "data":
+        return input_rate.rows(point), None
     row = apart(measure, point, point.profile, speak)
     if why := row.get("out_of_memory"):
         return [], f"with --devices {point.num_devices}: {why}"

@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from cssm import markdown
 from cssm.config import KNOBS, UserError
+from cssm.waiting import MUCH, waited
 
 EVENTS = "metrics.jsonl"
 _OF_A_STEP = ("step", "eval", "checkpoint")
@@ -29,8 +30,6 @@ _ASIDE = {n for n, knob in KNOBS.items() if knob.resume == "fresh" or knob.group
 _ASIDE |= {"batch_size", "global_batch_size", "grad_accum"}
 # What must agree for times to be comparable: fields of the config event.
 _CONDITIONS = ("platform", "devices", "effective_batch", "dataset", "image_shape")
-# The share of a step spent waiting for data from which on its time no longer tells what it computes.
-_MUCH_WAITING = 0.05
 
 
 @dataclass
@@ -85,8 +84,8 @@ def read_run(directory: Path) -> Record:
         raise UserError(f"{directory / EVENTS} holds no config event: the run ended before it began, leave it out")
     numbers = [event["step"] for event in events if event["event"] in _OF_A_STEP and "step" in event]
     step_ms, share = _pace(events)
-    if share > _MUCH_WAITING:
-        notes.append(f"{directory.name} waited for data {share:.0%} of the time: its computing takes less than step ms")
+    if share > MUCH:
+        notes.append(f"{directory.name}: {waited(share)}, its computing takes less than step ms")
     if events[-1]["event"] == "error":
         notes.append(f"{directory.name} ended in an error: {events[-1].get('message')}")
     vals, tests = _accuracies(events, "val"), _accuracies(events, "test")

@@ -78,6 +78,16 @@ class Config(
         return None if KNOBS["cssm"].unmet(self) else self.cssm
 
     @property
+    def operations(self) -> tuple[int, float] | None:
+        """How many of RandAugment, and how strong from 0 to 10, if any."""
+        return rules.operations(self.rand_augment) if self.rand_augment else None
+
+    @property
+    def flips_on_device(self) -> bool:
+        """Whether images are mirrored on the device; those that are decoded are mirrored then."""
+        return bool(self.flip) and self.dataset == "npz"
+
+    @property
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """Mean and standard deviation of each channel, of pixels from 0 to 1, if the data set has its own."""
         return recipes.PIXELS.get(self.dataset)

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cssm.augment import unaugmented
 from cssm.checkpoint import saved_meta
 from cssm.flops import UncountedError, flops_of
 from cssm.jaxprs import trace
@@ -43,11 +44,14 @@ def dry_run(setup: Setup, report: Reporter) -> dict[str, Any]:
 
 
 def costs(setup: Setup, layout: TrainState) -> dict[str, int | None]:
-    """train_flops_per_image, and the bytes on each device (see `dry_run`), from the backward pass as it is traced."""
+    """train_flops_per_image, and the bytes on each device (see `dry_run`), from the backward pass as it is traced.
+
+    Augmentation, which comes before it, is not in these.
+    """
     batching = setup.batching
     images = batching.batch_size * batching.grad_accum
     batch = setup.batch_shapes(images)
-    backward = make_backward(setup.step_model, setup.strategy, setup.config, batching.grad_accum)
+    backward = make_backward(setup.step_model, setup.strategy, unaugmented(setup.config), batching.grad_accum)
     jaxpr = trace(backward, layout, batch, axes=[(par.AXIS, batching.devices)])
     try:
         flops = flops_of(jaxpr) // images

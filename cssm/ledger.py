@@ -11,12 +11,14 @@ from cssm import __version__
 from cssm.config import Config, applicable
 from cssm.markdown import table
 from cssm.report.events import jsonable
+from cssm.waiting import MUCH, advice, waited
 
 Row = dict[str, Any]
 SCHEMA = 1
 # What is not in the table is of the program alone, or follows from the rest.
 COLUMNS: dict[str, tuple[str, Callable[[Row], str | None]]] = {
     "program": ("program", lambda row: row["program"]),
+    "num_workers": ("workers", lambda row: f"{row['num_workers']}"),
     "devices": ("devices", lambda row: f"{row['devices']}"),
     "batch_size": ("batch_size", lambda row: f"{row['batch_size']:,}"),
     "effective_batch": ("images a step", lambda row: f"{row['effective_batch']:,}"),
@@ -39,12 +41,17 @@ the row, its compiler included. MFU: FLOPs of the forward and the backward pass,
 what is computed again, and without the update), over what the card's data sheet states for products of matrices. A
 dash: not told."""
 
+INPUT_LEGEND = """\
+images/s: batches of training taken as fast as the host makes them, without a model or a device. workers: threads of
+cssm, processes of torch; 0: none but the one that takes the batches. speed-up: relative to the first number of workers.
+torch decodes every JPEG in full, cssm at 1/2, 1/4 or 1/8 where that is enough for the crop."""
+
 
 class Ledger:
     """Writes both files anew with every row. facts: from cssm.measure.survey; command: as it was typed."""
 
     def __init__(self, directory: Path, config: Config, facts: dict[str, Any], command: str):
-        self.directory, self.rows, self.notes = directory, [], []
+        self.directory, self.rows, self.notes, self._told_waiting = directory, [], [], False
         kinds = dict.fromkeys(device["kind"] for device in facts["devices"])
         self.head: dict[str, Any] = {
             "schema": SCHEMA,
@@ -66,10 +73,24 @@ class Ledger:
         alike = "batch_size" if self.head["scaling"] == "weak" else "effective_batch"
         first = next((old for old in self.rows if all(old[n] == row[n] for n in ("program", alike))), row)
         row["speedup"] = row["images_per_s"] / first["images_per_s"]
-        row["efficiency"] = row["speedup"] * first["devices"] / row["devices"]
+        if "devices" in row:
+            row["efficiency"] = row["speedup"] * first["devices"] / row["devices"]
         self.rows.append(row)
+        self._note_waiting(row)
         self._write()
         return row
+
+    def _note_waiting(self, row: Row) -> None:
+        """Once, where a row waited much for data."""
+        if row.get("data_wait_ms") is None:
+            return
+        share = row["data_wait_ms"] * row["images_per_s"] / (1e3 * row["effective_batch"])
+        if share > MUCH and not self._told_waiting:
+            self._told_waiting = True
+            how = advice(self.head["config"], self.head["host"]["cpu_cores"])
+            self.notes.append(
+                f"in the row of {row['devices']} devices, batch_size {row['batch_size']}, {waited(share)}: {how}"
+            )
 
     def note(self, text: str) -> None:
         """A sentence below the table."""
@@ -78,6 +99,11 @@ class Ledger:
 
     def sentence(self, row: Row) -> str:
         """A row on a line."""
+        if "num_workers" in row:
+            return (
+                f"{row['program']} with {row['num_workers']} workers, batch_size {row['batch_size']:,}: "
+                f"{row['images_per_s']:,.0f} images/s"
+            )
         devices = "1 device" if row["devices"] == 1 else f"{row['devices']} devices"
         return (
             f"{row['program']} on {devices}, batch_size {row['batch_size']:,}: {row['images_per_s']:,.0f} images/s, "
@@ -87,7 +113,8 @@ class Ledger:
     def lines(self) -> list[str]:
         """The table, and what is to be said about it."""
         several = any(row["program"] != "cssm" for row in self.rows)
-        chosen = [name for name in COLUMNS if several or name not in ONLY_BESIDE_A_PEER]
+        known = [name for name in COLUMNS if any(name in row for row in self.rows)]
+        chosen = [name for name in known if several or name not in ONLY_BESIDE_A_PEER]
         cells = [[_cell(row, name) for name in chosen] for row in self.rows]
         text = table([[COLUMNS[name][0] for name in chosen], *cells], left=1 if several else 0)
         return [*text.splitlines(), *(line for note in self.notes for line in ("", f"note: {note}"))]
@@ -108,12 +135,14 @@ class Ledger:
             f"{head['visible_devices']} x {head['card']} ({head['platform']}), {head['host']['cpu_cores']} cores of "
             f"{head['host']['cpu'] or 'a CPU'}; "
             f"commit {head['commit'] or 'unknown'}; {versions}.",
-            f"Input: {head['input']}; scaling: {head['scaling']}; {head['steps']} steps timed one by one, and as many "
-            f"running ahead.",
+            f"{head['steps']} batches of {head['config']['dataset']}, prefetch {head['config']['prefetch']}, no steps."
+            if head["input"] == "data"
+            else f"Input: {head['input']}; scaling: {head['scaling']}; {head['steps']} steps timed one by one, and as "
+            f"many running ahead.",
             "",
             *self.lines(),
             "",
-            LEGEND,
+            INPUT_LEGEND if head["input"] == "data" else LEGEND,
         ]
 
 

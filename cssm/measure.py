@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from cssm.augment import unaugmented
 from cssm.cards import peak_flops
 from cssm.config import Config
 from cssm.engine import Batch, Engine
@@ -113,10 +114,10 @@ def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]
 def model_flops(setup: Setup) -> tuple[int | None, str | None]:
     """(of a forward and a backward pass for each image, None), or (None, why they cannot be counted).
 
-    Of the model as it is defined: what --remat computes again, and the update, do not count.
+    Of the model as it is defined: what --remat computes again, the update, and augmentation do not count.
     """
     images = setup.batching.batch_size
-    backward = make_backward(setup.model, Replicated(), setup.config, 1)
+    backward = make_backward(setup.model, Replicated(), unaugmented(setup.config), 1)
     state = sharded.whole_shapes(setup.layout())
     axes = [(par.AXIS, setup.batching.devices)]
     try:

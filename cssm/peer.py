@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
@@ -21,11 +21,11 @@ from cssm.config import Config, UserError
 NEEDED = ("torch", "timm")
 
 
-def check_installed() -> None:
-    """Raise UserError unless PyTorch and timm are here."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+def check_installed(needed: Sequence[str] = NEEDED) -> None:
+    """Raise UserError unless these packages are here."""
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(
-            f"--peer torch needs {' and '.join(NEEDED)}, and {missing[0]} is not installed here: "
+            f"--peer torch needs {' and '.join(needed)}, and {missing[0]} is not installed here: "
             f"type pip install {' '.join(missing)}, or leave --peer out"
         )
 

@@ -160,6 +160,7 @@ def recipe(config: "Config") -> Row:
     side = {**SIZES_PX, **generated}.get(config.dataset)
     values = {
         "image_size": side,
+        "flip": KIND[config.dataset] == "photos",
         **preset_row(config),
         **OPTIMIZERS[config.optimizer],
         "num_workers": min(8, os.cpu_count() or 1),

@@ -4,6 +4,7 @@ With --target_params the width and the depth may be open; what depends on them i
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
     _check_trunk(config)
     _check_files(config)
     _check_image(config)
+    if config.rand_augment:
+        operations(config.rand_augment)
 
 
 def check_applies(config: "Config", knobs: Mapping[str, Knob], names: Iterable[str]) -> None:
@@ -70,6 +73,16 @@ def check_applies(config: "Config", knobs: Mapping[str, Knob], names: Iterable[s
             needed += f", others have --{_INSTEAD[name]}" if name in _INSTEAD else ""
             cause = ways[0][0]
             raise UserError(f"{given} does not apply with --{cause} {getattr(config, cause)}: it needs {needed}")
+
+
+def operations(text: str) -> tuple[int, float]:
+    """(how many, magnitude) of a text such as m9-n2; UserError for another."""
+    found = re.fullmatch(r"m(\d+(?:\.\d+)?)-n(\d+)", text)
+    if not found or float(found[1]) > 10 or not int(found[2]):
+        raise UserError(
+            f"--rand_augment {text}: must be a magnitude from 0 to 10 and a number of operations from 1, such as m9-n2"
+        )
+    return int(found[2]), float(found[1])
 
 
 def _check_stages(config: "Config") -> None:
@@ -173,13 +186,17 @@ def _check_parallel(config: "Config") -> None:
 
 def _check_batches(config: "Config") -> None:
     """That they are said in one way; and the lists of a benchmark."""
-    for name in ("devices", "batch_sizes"):
+    for name, least in (("devices", 1), ("batch_sizes", 1), ("worker_counts", 0)):
         given = getattr(config, name)
         found = numbers(given or "1")
-        if not found or 0 in found or len(set(found)) < len(found):
+        if not found or min(found) < least or len(set(found)) < len(found):
             raise UserError(
-                f"--{name} {given}: must be different numbers from 1 on, separated by commas, for example 1,2,4"
+                f"--{name} {given}: must be different numbers from {least} on, separated by commas, for example 1,2,4"
             )
+    if config.input == "data" and config.profile:
+        raise UserError(
+            f"--profile {config.profile} traces steps, and --input data takes none: leave one of the two out"
+        )
     ways = {"batch_sizes": config.batch_sizes, "find_batch_size": config.find_batch_size}
     ways |= {"batch_size": config.batch_size, "global_batch_size": config.global_batch_size}
     given = [f"--{name}" if value is True else f"--{name} {value}" for name, value in ways.items() if value]
@@ -191,10 +208,17 @@ def _check_batches(config: "Config") -> None:
 
 def _check_peer(config: "Config") -> None:
     """What PyTorch's side of a benchmark does not do."""
+    if config.peer != "none" and config.input == "data" and not config.prefetch:
+        raise UserError("--prefetch 0: the workers of torch make batches ahead, type --prefetch 1 or more")
     here = {"temporal_attn_every": config.temporal_attn_every, "use_dwconv": config.use_dwconv}
     here |= {"ema_decay": config.ema_decay, "drop_path_rate": config.drop_path_rate, "remat": config.remat}
-    here |= {"grad_accum": (config.grad_accum or 1) > 1, "target_params": config.target_params}
-    if config.peer != "none" and (stray := [name for name, value in here.items() if value]):
+    here |= {name: getattr(config, name) for name in ("mixup", "cutmix", "random_erasing", "rand_augment")}
+    here |= {
+        "flip": config.flips_on_device,
+        "grad_accum": (config.grad_accum or 1) > 1,
+        "target_params": config.target_params,
+    }
+    if config.peer != "none" and config.input != "data" and (stray := [name for name, value in here.items() if value]):
         raise UserError(
             f"--peer {config.peer} trains the plain attention model, without --{stray[0]}: leave one of the two out"
         )

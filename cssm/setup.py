@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from cssm import data, fused, models
+from cssm.augment import check_pairs
 from cssm.config import Config, UserError, applicable, warnings_for
 from cssm.data.pipeline import Outline, Source, steps_per_epoch
 from cssm.flops import UncountedError, count_flops
@@ -94,6 +95,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         report.line(f"note: {note}")
     sizes = (config.batch_size, config.global_batch_size, config.grad_accum)
     batching = par.resolve_batch(len(devices), *sizes, default_batch_size=config.batch_size or 1)
+    check_pairs(config, batching.batch_size)
     epoch_steps = steps_per_epoch(outline.examples["train"], batching.effective)
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from cssm.augment import make_augment
 from cssm.config import Config
 from cssm.models import in_block
 from parallel.devices import AXIS, sum_over_devices, unreplicate
@@ -79,7 +80,7 @@ class Totals:
 
 
 def normalise(images: jax.Array, statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None) -> jax.Array:
-    """uint8 0..255 -> float32 -1..1, or (x / 255 - mean) / std of the channels' statistics."""
+    """0..255, uint8 or float32 -> float32 -1..1, or (x / 255 - mean) / std of the channels' statistics."""
     if statistics is None:
         return images.astype(jnp.float32) / 127.5 - 1.0
     mean, std = (jnp.asarray(values, jnp.float32) for values in statistics)
@@ -108,7 +109,8 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
     """(state, batch) -> (grads, shared, own): the first half of a step, `grad_accum` passes forward and back.
 
     batch: {image uint8 [grad_accum * b, H, W, C], label int32 [grad_accum * b]}, of which each micro-batch of b rows
-    has its own forward and backward pass, and, if some examples are to be left out, mask float32: 0 for those.
+    has its own forward and backward pass, and, if some examples are to be left out, mask float32: 0 for those. Each is
+    augmented before (cssm.augment).
     grads: of the device's mean loss, an example left out counting as 0; shared: to be averaged over devices; own: the
     sums (loss, correct, count) over the device's examples.
     """
@@ -121,18 +123,23 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
             rngs={"drop_path": key},
             mutable=["batch_stats"],
         )
-        own = score(logits, micro["label"], micro.get("mask"), config.label_smoothing)
+        mixed = (micro["other_label"], micro["share"]) if "share" in micro else None
+        own = score(logits, micro["label"], micro.get("mask"), config.label_smoothing, mixed)
         return own[0] / micro["label"].size, (own, updates.get("batch_stats", {}))
 
-    grad_fn = jax.grad(loss_fn, has_aux=True)
+    grad_fn, augment = jax.grad(loss_fn, has_aux=True), make_augment(config)
 
     def backward(state: TrainState, batch: dict[str, jax.Array]) -> tuple[Tree, Tree, Tree]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        key = jax.random.fold_in(key, jax.lax.axis_index(AXIS))
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        key = jax.random.fold_in(step_key, jax.lax.axis_index(AXIS))
 
         def micro_step(carry, micro):
             grads, batch_stats, own = carry
             micro_key = jax.random.fold_in(key, micro["index"])
+            if augment:
+                number = jax.lax.axis_index(AXIS) * grad_accum + micro["index"]  # of this part of the global batch
+                images = len(micro["label"])
+                micro = augment(step_key, number * images + jnp.arange(images), micro)
             new_grads, (new_own, batch_stats) = grad_fn(state.params, batch_stats, micro, micro_key)
             grads = jax.tree.map(lambda total, g: total + g / grad_accum, grads, new_grads)
             return (grads, batch_stats, jax.tree.map(jnp.add, own, new_own)), None
@@ -193,10 +200,21 @@ def make_eval_step(model: nn.Module, strategy: Replicated, config: Config) -> Ca
 
 
 def score(
-    logits: jax.Array, labels: jax.Array, mask: jax.Array | None, smoothing: float
+    logits: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None,
+    smoothing: float,
+    mixed: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(summed loss, correct answers, number) of the examples [B] whose mask is not 0; no mask: of all."""
+    """(summed loss, correct answers, number) of the examples [B] whose mask is not 0; no mask: of all.
+
+    mixed: of examples made of two, the other label and the share of the first, the heavier, which is the answer that
+    counts as correct; the loss is the mean of both, in their shares.
+    """
     losses, right = cross_entropy(logits, labels, smoothing), jnp.argmax(logits, axis=-1) == labels
+    if mixed:
+        others, share = mixed
+        losses = share * losses + (1 - share) * cross_entropy(logits, others, smoothing)
     if mask is None:
         return losses.sum(), jnp.sum(right, dtype=jnp.int32), jnp.asarray(labels.size, jnp.int32)
     counts = mask > 0

@@ -30,6 +30,7 @@ from cssm.setup import Setup, data_record, describe, set_up
 from cssm.signals import StopSignals, stopped
 from cssm.step import Totals, TrainState, make_eval_step
 from cssm.tracing import Trace, check_length
+from cssm.waiting import Waiting, advice, waited
 from parallel import devices as par
 from parallel import job, sharded
 from parallel.selftest import collective_self_test
@@ -105,7 +106,7 @@ class Loop:
     ) -> None:
         self.setup, self.config = setup, setup.config
         self.report, self.checkpoints, self.stop, self.meter = report, checkpoints, stop, meter
-        self.engine = Engine(setup, meter)
+        self.engine, self.waiting = Engine(setup, meter), Waiting()
         self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy, self.config), setup.devices)
         self.highest = par.spmd(lambda number: jax.lax.pmax(number, par.AXIS), setup.devices)
         self.asked: jax.Array | None = None
@@ -245,6 +246,8 @@ class Loop:
         totals = self._checked_window()
         self.engine.reset()
         rates = self.meter.window(totals.steps, totals.count)
+        share = self.waiting.share(totals.steps, rates, self.meter.seconds["compile"])
+        note = f"{waited(share)}: {advice(applicable(self.config), os.cpu_count() or 1)}" if share else None
         self.report.event(
             "step",
             step=self.step,
@@ -253,7 +256,10 @@ class Loop:
             learning_rate=self._learning_rate(),
             grad_norm=totals.grad_norm / totals.steps,
             **rates,
+            **({"note": note} if note else {}),
         )
+        if note:
+            self.report.line(f"note: {note}")
         self.report.update(self.step, **totals.means, images_per_s=rates["images_per_s"])
 
     def _learning_rate(self) -> float:

@@ -91,7 +91,7 @@ def rows(monkeypatch):
 
     monkeypatch.setattr(module, "apart", apart)
     monkeypatch.setattr(module.peer, "measure", theirs)
-    monkeypatch.setattr(module.peer, "check_installed", lambda: None)
+    monkeypatch.setattr(module.peer, "check_installed", lambda needed: None)
     return told
 
 

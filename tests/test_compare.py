@@ -121,7 +121,7 @@ def test_what_makes_a_row_doubtful_is_told(tmp_path, capsys):
         file.write('{"event": "error", "step": 33, "message": "the loss is not finite"}\n')
     compare([str(waiting), str(failed)])
     out = capsys.readouterr().out
-    assert "a waited for data 20% of the time" in out and "b waited" not in out
+    assert "a: 20% of the time was spent waiting for data" in out and "b: " not in out
     assert "b ended in an error: the loss is not finite" in out and "a ended" not in out
     assert rows(out)[2][-2:] == ["-", "-"]
 

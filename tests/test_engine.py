@@ -1,6 +1,8 @@
 """What takes steps: the same ones as the halves of a step by hand, some of them ahead of the devices."""
 
+import itertools
 from contextlib import closing
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -46,6 +48,22 @@ def test_every_batch_makes_a_step_and_the_window_sums_them(engine):
     engine.reset()
     assert Totals.of(engine.window, engine.setup.devices).count == 0
     assert engine.meter.seconds["compile"] > 0 and "data_wait" in engine.meter.seconds
+
+
+def test_threads_and_batches_made_ahead_change_no_loss(engine, setup):
+    """The same losses, to the bit, from one program; 10 steps are two epochs."""
+    fresh, runs = jax.device_get(engine.state), set()
+    for prefetch, workers in itertools.product((0, 2, 8), (0, 2)):
+        config = replace(setup.config, prefetch=prefetch, num_workers=workers)
+        engine.setup = replace(setup, run=replace(setup.run, config=config))
+        engine.state, losses = par.per_device(fresh, setup.devices), []
+        with closing(engine.batches(1, 10)) as batches:
+            for batch in batches:
+                engine.reset()
+                engine.take(batch)
+                losses.append(Totals.of(engine.window, setup.devices).loss)
+        runs.add(tuple(losses))
+    assert len(runs) == 1 and len(set(losses)) == 10
 
 
 def test_the_host_is_no_more_than_so_many_steps_ahead(engine, monkeypatch):

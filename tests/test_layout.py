@@ -19,27 +19,31 @@ MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
     "cli": "bench cssm compare config memory report training hardware parallel",
-    "bench": "config data peer apart ledger measure report runs stages parallel",
-    "measure": "cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
+    "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
+    "input_rate": "apart config data",
+    "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
     "peer": "apart config",
     "apart": "config parallel",
-    "ledger": "cssm config markdown report",
+    "ledger": "cssm config markdown report waiting",
     "markdown": "",
     "cards": "",
     "training": "cssm batch_size checkpoint config data dry_run engine meter report resume rules runs setup signals "
-    "step tracing parallel",
+    "step tracing waiting parallel",
     "batch_size": "config data engine memory meter report runs setup parallel",
     "engine": "data meter setup step parallel",
     "tracing": "config",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
-    "compare": "config markdown",
+    "compare": "config markdown waiting",
+    "waiting": "settings",
     "advice": "",
-    "step": "config models parallel",
+    "step": "augment config models parallel",
+    "augment": "config rand_augment",
+    "rand_augment": "",
     "optimizers": "config",
-    "setup": "cssm config fused recipes data report runs optimizers step models flops size parallel",
-    "dry_run": "config checkpoint flops jaxprs liveness report setup step parallel",
+    "setup": "cssm augment config fused recipes data report runs optimizers step models flops size parallel",
+    "dry_run": "augment config checkpoint flops jaxprs liveness report setup step parallel",
     "size": "config data models recipes stages",
     "meter": "",
     "signals": "config",
@@ -84,7 +88,7 @@ TOP_LEVEL = {
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
-NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer"}
+NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer", "waiting", "input_rate"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.

@@ -89,9 +89,18 @@ def test_notes_are_kept_below_the_table(tmp_path):
     assert "out of memory at 32" in (tmp_path / "bench.md").read_text()
 
 
+def test_a_row_that_waits_for_data_is_told_once_with_advice(tmp_path):
+    book = ledger(tmp_path, num_workers=0)
+    for devices, wait_ms in ((1, 4.9), (2, 5.1), (4, 5.1)):
+        book.add(row(devices, 16, 160.0 * devices, data_wait_ms=wait_ms))
+    (note,) = book.notes
+    assert note.startswith("in the row of 2 devices, batch_size 16, 5% of the time was spent waiting for data: less ")
+    assert "--num_workers 9 (now 0)" in note and note in (tmp_path / "bench.md").read_text()
+
+
 def test_every_column_is_a_field_of_a_row():
     """So that whoever reads the JSON finds there what the table shows."""
-    whole = row(1, 1, 1.0, speedup=1.0, efficiency=1.0, ratio_to_peer=1.0)
+    whole = row(1, 1, 1.0, speedup=1.0, efficiency=1.0, ratio_to_peer=1.0, num_workers=1)
     assert COLUMNS.keys() <= whole.keys()
     assert all(write(whole) for _, write in COLUMNS.values())
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from cssm import data
 from cssm.config import Config, UserError
@@ -81,7 +82,7 @@ def test_images_are_held_once_for_all_splits(tmp_path, monkeypatch):
 
 def test_outlines_read_no_image(tmp_path, monkeypatch):
     settings = config(save(tmp_path / "a.npz"))
-    monkeypatch.setattr(npz, "_read_pixels", lambda file: 1 / 0)
+    monkeypatch.setattr(npz, "_read_pixels", lambda *_: 1 / 0)
     assert data.outline(settings).examples["train"] == 44
 
 
@@ -96,7 +97,7 @@ def test_outlines_read_no_image(tmp_path, monkeypatch):
         ({"images": IMAGES.astype(object)}, "Python objects"),
         ({"images": IMAGES[0]}, r"shape \[6, 6, 3\]|labels are int64 of shape"),
         ({"images": IMAGES[:, None]}, r"shape \[60, 1, 6, 6, 3\]: must be images \[N, H, W\]"),
-        ({"images": IMAGES[:, :5]}, "6 wide and 5 high: pad or crop"),
+        ({"images": IMAGES[:, :5]}, "6 wide and 5 high, and models take squares: type --image_size 5 for"),
         ({"images": IMAGES[:0], "labels": LABELS[:0]}, "not empty"),
         ({"images": IMAGES[:7]}, "one for each of the 7 images"),
         ({"labels": LABELS / 2}, "labels are float64"),
@@ -149,7 +150,34 @@ def test_splits_must_agree_with_each_other_and_with_the_size(tmp_path):
     save(tmp_path / "val.npz", images=IMAGES[..., :1])
     with pytest.raises(UserError, match=r"val.npz: images are 6x6x1, but 6x6x3 in .*train.npz"):
         data.outline(config(tmp_path))
-    save(tmp_path / "val.npz")
-    with pytest.raises(UserError, match=r"--image_size 8: images in .* are 6x6x3 .* leave --image_size out"):
-        data.outline(config(tmp_path, image_size=8))
-    assert data.outline(config(tmp_path, image_size=6)).image_shape == (6, 6, 3)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_another_size_is_that_of_the_square_in_the_middle(tmp_path, channels):
+    """Of one channel or three as Pillow resizes an image; the splits share what was resized."""
+    images = rng.integers(0, 256, (30, 8, 13, channels), np.uint8)
+    settings = config(save(tmp_path / "a.npz", images=images, labels=np.arange(30) % 3), image_size=5)
+    outline, sources = data.outline(settings), [data.load(settings, split) for split in SPLITS]
+    assert outline.image_shape == sources[0].image_shape == (5, 5, channels)
+    assert "the largest square in the middle of the images, 8x13x" in outline.notes[-1]
+    assert len({id(source._images) for source in sources}) == 1
+
+    def pillow(image):
+        return np.asarray(Image.fromarray(image).resize((5, 5), Image.Resampling.BILINEAR, (2, 0, 10, 8)))
+
+    np.testing.assert_array_equal(sources[0]._images[..., 0], [pillow(image[..., 0]) for image in images])
+    if channels == 3:
+        np.testing.assert_array_equal(sources[0]._images, [pillow(image) for image in images])
+    whole = data.load(config(tmp_path / "a.npz", image_size=8), "train")
+    np.testing.assert_array_equal(whole._images, images[:, :, 2:10])
+
+
+def test_a_size_that_images_have_leaves_them_alone_and_clips_follow_it(tmp_path):
+    same = config(save(tmp_path / "a.npz"), image_size=6)
+    assert len(data.outline(same).notes) == 1
+    np.testing.assert_array_equal(data.load(same, "train")._images, IMAGES)
+    clips = rng.integers(0, 256, (30, 2, 6, 4, 1), np.uint8)
+    np.savez(tmp_path / "c.npz", clips=clips, labels=np.arange(30) % 3)
+    source = data.load(config(tmp_path / "c.npz", image_size=4), "train")
+    assert source.image_shape == data.outline(config(tmp_path / "c.npz", image_size=4)).image_shape == (2, 4, 4, 1)
+    np.testing.assert_array_equal(source._images, clips[:, :, 1:5])

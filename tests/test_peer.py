@@ -170,6 +170,9 @@ def test_its_schedule_is_ours(monkeypatch):
         ({"ema_decay": 0.9}, "without --ema_decay"),
         ({"temporal_attn_every": 1}, "without --temporal_attn_every"),
         ({"remat": True}, "without --remat"),
+        ({"mixup": 0.2}, "without --mixup"),
+        ({"rand_augment": "m9-n2"}, "without --rand_augment"),
+        ({"dataset": "npz", "data_dir": "x", "image_size": 16, "flip": True}, "without --flip"),
     ],
 )
 def test_what_it_does_not_do_is_refused(settings, words):

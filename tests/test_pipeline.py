@@ -1,5 +1,6 @@
 """Batches: a step's contents depend on (seed, step, batch) alone, and every example counts exactly once."""
 
+import itertools
 import threading
 from itertools import islice
 
@@ -162,6 +163,59 @@ def test_batches_are_made_ahead_and_closing_ends_the_threads():
     list(islice(eval_batches(source, 4), 2))
     list(eval_batches(source, 4))
     assert not loading_threads()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+def test_a_slow_source_is_at_work_while_a_batch_is_used(workers, prefetch):
+    """While the consumer holds a batch, the next ones are gathered, as many as are asked for and no more.
+
+    There is no clock here: the consumer waits for them, and without prefetch it would wait for ever.
+    """
+    source, gathered = Numbered(40), threading.Condition()
+    done, plain = [], source.gather
+
+    def gather(indices, epoch=None):
+        with gathered:
+            done.append(indices.tolist())
+            gathered.notify_all()
+        return plain(indices)
+
+    source.gather = gather
+    batches = train_batches(source, 4, 0, 1, 10, workers=workers, prefetch=prefetch)
+    for held in range(1, 11):
+        assert next(batches)["label"].tolist() == step_indices(40, 4, 0, held).tolist()
+        ahead = min(held + prefetch, 10)
+        with gathered:
+            assert gathered.wait_for(lambda ahead=ahead: len(done) >= ahead, timeout=30), (
+                f"nothing is made ahead of step {held}"
+            )
+            assert len(done) == ahead
+    batches.close()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_epoch_is_exact_for_all_sizes_also_after_an_interruption(processes):
+    """Of every size of a data set up to 50, 1 to 4 devices and batches of 1 to 5 for each of them."""
+    draw = np.random.default_rng(processes)
+    for n, devices, size in itertools.product(range(1, 51), range(1, 5), range(1, 6)):
+        batch, seed = devices * size, int(draw.integers(100))
+        if batch % processes or n < batch:
+            continue
+        source, steps = Numbered(n), n // batch
+        epoch = int(draw.integers(3))
+        first, last = epoch * steps + 1, (epoch + 1) * steps
+        stopped = int(draw.integers(first - 1, last + 1))  # the last step before the interruption
+        seen: list[list[int]] = [[] for _ in range(first, last + 1)]
+        for process in range(processes):
+            for start, end in ((first, stopped), (stopped + 1, last)):
+                part = {"process_index": process, "process_count": processes, "workers": 0}
+                for step, own in enumerate(labels(train_batches(source, batch, seed, start, end, **part)), start):
+                    assert len(own) == batch // processes
+                    seen[step - first] += own
+        flat = [example for step in seen for example in step]
+        assert all(len(step) == batch for step in seen) and len(set(flat)) == len(flat) == steps * batch
+        assert flat == shuffled(n, seed, epoch)[: steps * batch].tolist()
 
 
 def test_an_error_while_loading_reaches_the_reader():

@@ -78,7 +78,8 @@ def test_the_sample_output_has_the_form_of_real_output(capsys):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "README.md" and programs(page)], ids=lambda p: p.name
 )
-def test_programs_in_the_docs_run(page):
+def test_programs_in_the_docs_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for program in programs(page):
         exec(compile(program, page.name, "exec"), {"__name__": "docs"})
 

@@ -74,6 +74,14 @@ def resized(image: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(plane.resize((size, size), Image.Resampling.BILINEAR))[..., None]
 
 
+def squared(image: np.ndarray, size: int) -> np.ndarray:
+    """uint8 [H, W, C] -> [size, size, C], each channel by itself: the largest square in the middle, antialiased."""
+    box = central(image.shape[1], image.shape[0])
+    planes = [Image.fromarray(np.ascontiguousarray(image[..., c])) for c in range(image.shape[-1])]
+    resized = [plane.resize((size, size), Image.Resampling.BILINEAR, box) for plane in planes]
+    return np.stack([np.asarray(plane) for plane in resized], -1)
+
+
 def central(width: int, height: int) -> Box:
     """The largest square in the middle."""
     side = min(width, height)

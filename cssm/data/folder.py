@@ -58,7 +58,7 @@ def folder_source(config: Config, split: str, progress: Callable[[int, int], Non
         box_of, mirrored = central, False
         if epoch is not None:
             numbers = _uniform(config.seed, epoch, index)
-            mirrored = config.flip and numbers[0] < 0.5
+            mirrored = bool(config.flip and numbers[0] < 0.5)
             if config.crop_scale < 1:
                 box_of = partial(random_part, least=config.crop_scale, numbers=numbers[1:].tolist())
         return photo(root / files[index], size, box_of, mirrored), int(labels[index])

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from cssm.config import Config, UserError
+from cssm.data.decode import squared
 from cssm.data.examples import reason
 from cssm.data.pipeline import Outline
 from cssm.data.records import ArraySource
@@ -19,13 +20,14 @@ KINDS = {"images": (3, 4), "clips": (5,)}  # and how many dims they have
 FLOATS = (np.dtype("float32"), np.dtype("float64"))
 MOST_CLASSES = 2**24
 BLOCK = 1024  # examples converted at once
+Progress = Callable[[int, int], None] | None
 NOT_NPZ = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 FORM = "images [N, H, W] or [N, H, W, C], or clips [N, T, H, W, C], and labels [N]"
 
 
 @dataclass(frozen=True)
 class NpzFile:
-    """What is known of a file before its images are read. shape: (N, *image_shape)."""
+    """What is known of a file before its images are read. shape: (N, *image_shape), as they lie in it."""
 
     path: Path
     kind: str
@@ -33,6 +35,11 @@ class NpzFile:
     dtype: np.dtype
     labels: np.ndarray
     classes: tuple[str, ...]
+
+    def image_shape(self, size: int | None) -> tuple[int, ...]:
+        """Of the images as they are used: of that size, if one is given."""
+        sides = (size, size) if size else self.shape[-3:-1]
+        return (*self.shape[1:-3], *sides, self.shape[-1])
 
 
 @dataclass(eq=False)
@@ -42,22 +49,25 @@ class _Pixels:
     values: np.ndarray = field(repr=False)
 
 
-_pixels: "WeakValueDictionary[tuple[Path, int, int], _Pixels]" = WeakValueDictionary()
+_pixels: "WeakValueDictionary[tuple[Path, int, int, tuple[int, ...]], _Pixels]" = WeakValueDictionary()
 
 
 class NpzSource(ArraySource):
-    """Some rows of a file's images, which are read once for all splits that are taken from it."""
+    """Some rows of a file's images, which are read once for all splits that are taken from it.
 
-    def __init__(self, file: NpzFile, num_classes: int, rows: np.ndarray) -> None:
-        self._held = _read_pixels(file)
+    size: of the images, if not that which they have.
+    """
+
+    def __init__(self, file: NpzFile, num_classes: int, rows: np.ndarray, size: int | None, progress: Progress) -> None:
+        self._held = _read_pixels(file, size, progress)
         super().__init__(self._held.values, file.labels, num_classes, rows)
 
 
-def npz_source(config: Config, split: str, progress: Callable[[int, int], None] | None = None) -> NpzSource:
+def npz_source(config: Config, split: str, progress: Progress = None) -> NpzSource:
     """See the module; config.data_dir is one file, or a folder of train.npz and, if there are, val.npz and test.npz."""
     files, rows, _ = _divided(config)
     file = files.get(split, files["train"])
-    return NpzSource(file, _num_classes(files["train"]), rows[split])
+    return NpzSource(file, _num_classes(files["train"]), rows[split], config.image_size, progress)
 
 
 def npz_outline(config: Config) -> Outline:
@@ -65,7 +75,11 @@ def npz_outline(config: Config) -> Outline:
     files, rows, notes = _divided(config)
     train = files["train"]
     examples = {split: len(rows[split]) for split in SPLITS}
-    return Outline(_num_classes(train), train.shape[1:], examples, train.classes, notes)
+    shape = train.image_shape(config.image_size)
+    if shape != train.shape[1:]:
+        square = "the largest square in the middle of " if len(set(train.shape[-3:-1])) > 1 else ""
+        notes = (*notes, f"{square}the {train.kind}, {_text(train)}, is resized to --image_size {config.image_size}")
+    return Outline(_num_classes(train), shape, examples, train.classes, notes)
 
 
 def _divided(config: Config) -> tuple[dict[str, NpzFile], dict[str, np.ndarray], tuple[str, ...]]:
@@ -95,7 +109,7 @@ def _num_classes(train: NpzFile) -> int:
 
 
 def _check(files: dict[str, NpzFile], config: Config) -> None:
-    """That the files agree with each other, and with --image_size."""
+    """That the files agree with each other, and that their images are or become squares."""
     train = files["train"]
     num_classes = _num_classes(train)
     if num_classes < 2:
@@ -107,10 +121,11 @@ def _check(files: dict[str, NpzFile], config: Config) -> None:
         if low < 0 or high >= num_classes:
             bad = low if low < 0 else high
             raise UserError(f"{file.path}: a label is {bad}, and labels go from 0 to {num_classes - 1}")
-    if config.image_size not in (None, train.shape[-2]):
+    height, width = train.shape[-3:-1]
+    if config.image_size is None and height != width:
         raise UserError(
-            f"--image_size {config.image_size}: {train.kind} in {train.path} are {_text(train)} and are taken as they "
-            f"are, leave --image_size out"
+            f"{train.path}: {train.kind} are {width} wide and {height} high, and models take squares: type "
+            f"--image_size {min(height, width)} for the largest square in the middle, or another size to resize it to"
         )
 
 
@@ -150,10 +165,6 @@ def _check_form(file: NpzFile, shape: tuple[int, ...]) -> None:
         )
     if int(labels.max()) >= MOST_CLASSES:
         raise UserError(f"{path}: a label is {labels.max()}: labels count classes, from 0")
-    if file.shape[-3] != file.shape[-2]:
-        raise UserError(
-            f"{path}: {kind} are {file.shape[-2]} wide and {file.shape[-3]} high: pad or crop them to squares"
-        )
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -172,10 +183,10 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return np.lib.format.read_array(stream, allow_pickle=False)
 
 
-def _read_pixels(file: NpzFile) -> _Pixels:
-    """All images of a file: uint8 [N, *image_shape]."""
+def _read_pixels(file: NpzFile, size: int | None, progress: Progress) -> _Pixels:
+    """All images of a file: uint8 [N, *file.image_shape(size)]."""
     status = file.path.stat()
-    key = (file.path.resolve(), status.st_mtime_ns, status.st_size)
+    key = (file.path.resolve(), status.st_mtime_ns, status.st_size, file.image_shape(size))
     if (held := _pixels.get(key)) is not None:
         return held
     try:
@@ -184,8 +195,23 @@ def _read_pixels(file: NpzFile) -> _Pixels:
     except NOT_NPZ as error:
         raise UserError(f"{file.path} cannot be read as .npz: {reason(error)}") from error
     values = values.reshape(file.shape)
-    held = _pixels[key] = _Pixels(values if values.dtype == np.uint8 else _from_floats(values, file))
+    values = values if values.dtype == np.uint8 else _from_floats(values, file)
+    held = _pixels[key] = _Pixels(_resized(values, file.image_shape(size), progress))
     return held
+
+
+def _resized(images: np.ndarray, shape: tuple[int, ...], progress: Progress) -> np.ndarray:
+    """[N, ..., H, W, C] -> [N, *shape]: the largest square in the middle, antialiased; as they are if of that shape."""
+    if images.shape[1:] == shape:
+        return images
+    found = np.empty((len(images), *shape), np.uint8)
+    for i, image in enumerate(images):
+        frames, made = image.reshape(-1, *image.shape[-3:]), found[i].reshape(-1, *shape[-3:])
+        for frame, place in zip(frames, made, strict=True):
+            place[:] = squared(frame, shape[-2])
+        if progress and (i + 1) % BLOCK == 0:
+            progress(i + 1, len(images))
+    return found
 
 
 def _from_floats(values: np.ndarray, file: NpzFile) -> np.ndarray:

@@ -5,7 +5,7 @@ Steps count from 1.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -121,7 +121,7 @@ def train_batches(
     process_count: int = 1,
     workers: int = 1,
     prefetch: int = 2,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """The batches of steps first_step..last_step, both included, in order.
 
     Each is {image: uint8 [b, *image_shape], label: int32 [b]}: this process's b = batch / process_count rows of
@@ -146,7 +146,7 @@ def eval_batches(
     process_count: int = 1,
     workers: int = 1,
     prefetch: int = 2,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Every example once, in order: {image: uint8 [b, *image_shape], label: int32 [b]}.
 
     b and threads are as in `train_batches`, except that b is smaller, even 0, where the examples run out or cannot be
@@ -188,7 +188,7 @@ def _joined(parts: list[Batch]) -> Batch:
     return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _ahead(pieces: Callable[[int], list[Piece]], keys: Iterable[int], workers: int, depth: int) -> Iterator[Batch]:
+def _ahead(pieces: Callable[[int], list[Piece]], keys: Iterable[int], workers: int, depth: int) -> Generator[Batch]:
     """The batch of every key, in order, at most `depth` of them ahead in `workers` threads."""
     if not workers or not depth:
         # No map, which would take a StopIteration raised by a source for the end of the batches.

@@ -106,7 +106,8 @@ class Reporter:
     def event(self, kind: str, **fields: Any) -> None:
         """Record one event: config | step | eval | checkpoint | summary | devices | bench | error.
 
-        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms.
+        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms, and
+            once, where it waits much for data, a note.
         eval: split, step, loss, accuracy, count, and best=True where it is the best so far; it is printed.
         summary: any scalars, or groups of them; printed as a block.
         """

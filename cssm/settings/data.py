@@ -31,7 +31,16 @@ class DataSettings:
     image_size: int | None = _data(None, "side of the images", bounds="[1,)", unset="by data set, or that of the files")
     crop_scale: float = _data(0.08, "least share of an image's area that a random crop for training keeps, "
         "1 for the centre as in evaluation", bounds="(0,1]", applies={"dataset": FOLDERS}, resume="kept")
-    flip: bool = _data(True, "mirror half of the images for training", applies={"dataset": FOLDERS}, resume="kept")
+    flip: bool | None = _data(None, "mirror half of the images for training", applies={"dataset": (*FOLDERS, "npz")},
+        resume="kept", unset="on for photographs, off for npz")
+    mixup: float = _data(0.0, "mix each image with its neighbour in the batch, in shares of Beta(X, X); with cutmix "
+        "each takes one of the two by a coin", bounds="[0,)", aliases=("mixup_alpha",), resume="kept")
+    cutmix: float = _data(0.0, "replace a box by its neighbour's, of a share of Beta(X, X)", bounds="[0,)",
+        aliases=("cutmix_alpha",), resume="kept")
+    random_erasing: float = _data(0.0, "probability of erasing a rectangle", bounds="[0,1]", aliases=("reprob",),
+        resume="kept")
+    rand_augment: str | None = _data(None, "random operations on each image, such as m9-n2: magnitude 9 of 10, 2 of "
+        "them", resume="kept", unset="none")
     cache_dir: str | None = _data(None, "where generated images are kept", resume="fresh",
         unset="$XDG_CACHE_HOME/cssm or ~/.cache/cssm")
     num_workers: int | None = _data(None, "workers that prepare data", bounds="[0,)", resume="fresh",

@@ -34,6 +34,7 @@ REFUSED: dict[str, str] = {
     ),
     "use_complex32": "for lower precision type --dtype bf16",
     "use_complex16": "for lower precision type --dtype bf16",
+    **dict.fromkeys(("aa", "auto_augment"), "type --rand_augment with a magnitude and a number, such as m9-n2"),
     "no_wandb": "nothing is sent to Weights & Biases, leave it out",
     "project": "nothing is sent to Weights & Biases, leave it out",
     **dict.fromkeys(("save_best_only", "no_save_best_only"), "the best and the newest --max_checkpoints are kept"),

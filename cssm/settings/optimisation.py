@@ -42,7 +42,8 @@ class OptimisationSettings:
         applies=_rule("beta1"), unset="0.9")
     beta2: float | None = _optim(None, "decay of the average of their squares; of lion's momentum", bounds="[0,1)",
         applies=_rule("beta2"), unset="0.999, lion 0.99")
-    label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)")
+    label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)",
+        aliases=("smoothing",))
     ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
         bounds="[0,1)", resume="fixed")
     batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
