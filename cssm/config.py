@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from cssm import __version__, flags, recipes, rules
 from cssm.flags import write_yaml
-from cssm.knobs import TRAINING, VERBS, Knob, UserError, did_you_mean, knobs_of
+from cssm.knobs import TRAINING, VERBS, Knob, UserError, choice_of, did_you_mean, knobs_of
 from cssm.rules import warnings_for
 from cssm.settings import (
     CellSettings,
@@ -34,6 +34,7 @@ __all__ = [
     "Parsed",
     "UserError",
     "applicable",
+    "did_you_mean",
     "known",
     "parse_args",
     "read_yaml",
@@ -76,6 +77,11 @@ class Config(
     def cell(self) -> str | None:
         """The cell's name, or None where attention stands in its place."""
         return None if KNOBS["cssm"].unmet(self) else self.cssm
+
+    @property
+    def source(self) -> str:
+        """The data set as it is listed among the choices: tfds:NAME for each of those."""
+        return choice_of(self.dataset)
 
     @property
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
