@@ -16,9 +16,9 @@ from cssm.data.cabc import CabcSpec, generate, spec
 from cssm.data.draw import UNIT
 
 HASHES = {  # of 16 images and their labels
-    ("easy", 128, "train", 0): "",
-    ("medium", 64, "val", 2018): "",
-    ("hard", 350, "test", 18446744073709551615): "",
+    ("easy", 128, "train", 0): "d7fab36a9b2e7916daf84209",
+    ("medium", 64, "val", 2018): "92bdfdde15e6d2346015522c",
+    ("hard", 350, "test", 18446744073709551615): "bd4f319f40b12f37037bb434",
 }
 
 
@@ -120,7 +120,7 @@ def check_no_cue(chosen: CabcSpec, n: int) -> None:
     images, labels, geometry = generate(chosen, 11, "train", np.arange(n))
     found = scalars(images, geometry)
     for name, values in found.items():
-        assert ks_2samp(values[labels == 1], values[labels == 0]).pvalue > 1e-3, name
+        assert ks_2samp(values[labels == 1], values[labels == 0], method="asymp").pvalue > 1e-3, name
     table = np.stack(list(found.values()), 1)
     sides = (8, 16, 32) if n > 1000 else (8,)
     rings = generate(replace(chosen, letter_level=0), 11, "train", np.arange(n // 4))[0]
@@ -142,7 +142,7 @@ def test_no_trivial_cue_tells_the_classes_apart():
 @pytest.mark.slow
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
 def test_no_trivial_cue_at_full_size(difficulty):
-    check_no_cue(spec(difficulty, 128), 5_000)
+    check_no_cue(spec(difficulty, 128), 3_000)
 
 
 def test_rings_alone_do_not_depend_on_the_label(monkeypatch):

@@ -18,7 +18,8 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
-    "cli": "bench cssm compare config memory report training hardware parallel",
+    "cli": "bench cssm compare config memory prepare report training hardware parallel",
+    "prepare": "config data report",
     "bench": "config data peer apart ledger measure report runs stages parallel",
     "measure": "cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
     "peer": "apart config",
@@ -81,7 +82,20 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
+NO_JAX = {
+    "resume",
+    "compare",
+    "prepare",
+    "config",
+    "settings",
+    "flags",
+    "rules",
+    "recipes",
+    "stages",
+    "knobs",
+    "data",
+    "cli",
+}
 NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}

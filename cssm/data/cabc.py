@@ -156,9 +156,9 @@ def _scenes(spec: CabcSpec, keys: np.ndarray) -> tuple[np.ndarray, ...]:
         good, winners = good[first], active[image]
         attempts[active] += at_once
         attempts[winners] += good % at_once + 1 - at_once
-        marked, chosen, under = _marks(spec, tried[good], shapes[:, good])
+        marked, middle, chosen, under = _marks(spec, tried[good], shapes[:, good])
         done = winners[marked]
-        letters[done], pieces[:, done] = which[good[marked]], shapes[:, good[marked]]
+        letters[done], pieces[:, done] = which[good[marked]], shapes[:, good[marked]] - middle[:, :, None, None, None]
         radii[done], found[done] = chosen, under
         active = np.delete(active, image[marked])
     return letters, pieces, radii, found, attempts
@@ -166,7 +166,7 @@ def _scenes(spec: CabcSpec, keys: np.ndarray) -> tuple[np.ndarray, ...]:
 
 def _fit(spec: CabcSpec, pieces: np.ndarray) -> np.ndarray:
     """Whether both letters stay inside, however the scene is turned, and overlap a little: bool [n]."""
-    most = spec.cells * UNIT // 2 - 2 * UNIT
+    most = spec.cells * UNIT // 2 - 3 * UNIT
     inside = (pieces**2).sum(0).max((1, 2, 3)) <= most**2
     middles = pieces.sum(-1) // 2  # [2, n, 2, PIECES]
     gaps = middles[:, :, 0, :, None] - middles[:, :, 1, None, :]
@@ -175,12 +175,13 @@ def _fit(spec: CabcSpec, pieces: np.ndarray) -> np.ndarray:
     return inside & (counts.max(0) >= LEAST_NEAR) & (counts.max(0) <= MOST_NEAR)
 
 
-def _marks(spec: CabcSpec, keys: np.ndarray, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which scenes have places for markers of both classes (ascending), radii and angles [k, 4] and what is under them
-    at each turn int8 [k, TURNS, 2]: of the first of TRIES.
+def _marks(spec: CabcSpec, keys: np.ndarray, pieces: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Which scenes have places for markers of both classes (ascending), where the centre of mass of their light is
+    int32 [2, k], radii and angles about it [k, 4] and what is under them at each turn int8 [k, TURNS, 2]: of the first
+    of TRIES.
     """
     n, half = len(keys), spec.cells * UNIT // 2 - 2 * UNIT
-    on = _letter_map(spec, pieces)
+    on, middle = _letter_map(spec, pieces)
     words = bits(keys, MARKS, 3 * TRIES).reshape(n, TRIES, 3)
     one, two = (below(words[..., i], half + 1) for i in range(2))
     between = below(words[..., 2], 360)
@@ -190,20 +191,21 @@ def _marks(spec: CabcSpec, keys: np.ndarray, pieces: np.ndarray) -> tuple[np.nda
     turned = np.arange(TURNS, dtype=np.int32) * (360 // TURNS)
     under = []
     for radius, start in ((one, np.zeros_like(between)), (two, between)):
-        at = along((start[..., None] + turned) % 360, radius[..., None])
+        at = along((start[..., None] + turned) % 360, radius[..., None]) + middle[:, :, None, None]
         cell = (at + (spec.cells - 1) * UNIT // 2 + UNIT // 2) // UNIT
         under.append(on[np.arange(n)[:, None, None], cell[1], cell[0]])
     seen = np.stack(under, -1)  # [n, TRIES, TURNS, 2]
-    usable = apart & np.logical_and(*(_by_sector(fits).any(-1) for fits in _fits(seen))).any(-1)
+    near = (np.abs(middle) <= UNIT).all(0)[:, None]
+    usable = near & apart & np.logical_and(*(_by_sector(fits).any(-1) for fits in _fits(seen))).any(-1)
     good = np.flatnonzero(usable.any(1))
     chosen = usable[good].argmax(1)
     values = np.stack([one, np.zeros_like(one), two, between], -1)
-    return good, values[good, chosen], seen[good, chosen]
+    return good, middle[:, good], values[good, chosen], seen[good, chosen]
 
 
-def _letter_map(spec: CabcSpec, pieces: np.ndarray) -> np.ndarray:
+def _letter_map(spec: CabcSpec, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which letter alone lies at each square, int8 [n, cells, cells]: 1 or 2, 0 for neither or where the other is so
-    near that a ring would touch it.
+    near that a ring would touch it; and the centre of mass of the squares that may be lit, int32 [2, n].
     """
     n, reach = pieces.shape[1], spec.ring[0] // spec.square + spec.units(STROKE) // 2 + UNIT // 2
     canvas = _canvas(spec, pieces, reach)
@@ -214,7 +216,16 @@ def _letter_map(spec: CabcSpec, pieces: np.ndarray) -> np.ndarray:
     nearness = canvas.images()[..., 0].reshape(n, 2, spec.cells, spec.cells)
     on = nearness >= (reach - ON) * 255 // reach
     clear = nearness == 0
-    return (on[:, 0] & clear[:, 1]) * np.int8(1) + (on[:, 1] & clear[:, 0]) * np.int8(2)
+    lit = (nearness >= (reach - _radius(spec) - UNIT // 5) * 255 // reach).any(1)
+    place = np.arange(spec.cells) * UNIT - (spec.cells - 1) * UNIT // 2
+    count = np.maximum(lit.sum((1, 2)), 1)
+    middle = np.stack([(lit.sum(axis) * place).sum(1) // count for axis in (1, 2)]).astype(np.int32)
+    return (on[:, 0] & clear[:, 1]) * np.int8(1) + (on[:, 1] & clear[:, 0]) * np.int8(2), middle
+
+
+def _radius(spec: CabcSpec) -> int:
+    """Half the thickness of a stroke, in units."""
+    return max(spec.units(STROKE), UNIT + UNIT // 4) // 2
 
 
 def _canvas(spec: CabcSpec, pieces: np.ndarray, reach: int) -> Canvas:
@@ -260,7 +271,7 @@ def _one_of(allowed: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 def _render(spec: CabcSpec, keys: np.ndarray, pieces: np.ndarray, markers: np.ndarray) -> np.ndarray:
     n, square, size, cells = len(keys), spec.square, spec.image_size, spec.cells
-    radius = max(spec.units(STROKE), UNIT + UNIT // 4) // 2
+    radius = _radius(spec)
     canvas = _canvas(spec, pieces, radius + UNIT)
     for piece in range(PIECES):
         canvas.segments(*_ends(spec, pieces, piece), radius, 255)

@@ -7,8 +7,8 @@ How the classes are kept alike, as in scenes.py. Dot P starts in the red square.
 with P's first `shared` steps and then goes its own way; dot Q ends with the ghost's last `shared` steps. The blue
 square is where P ends (label 1) or where Q, and so the ghost, ends (label 0). P and ghost come from one distribution,
 and a scene is kept only if it would also be kept with the two exchanged. So both squares, and the steps from the one
-and to the other, have one joint distribution in both classes; and dots do not depend on the label. No dot hides a part of
-a square, which would tell how often it comes by: each has a colour channel of its own. In the published clips the
+and to the other, have one joint distribution in both classes; and dots do not depend on the label. No dot hides a part
+of a square, which would tell how often it comes by: each has a colour channel of its own. In the published clips the
 distance between the squares alone finds up to 62% of the labels.
 """
 

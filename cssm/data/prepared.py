@@ -15,6 +15,7 @@ import numpy as np
 from cssm.config import Config, UserError, did_you_mean
 from cssm.data.decode import photo, view
 from cssm.data.examples import FileSource
+from cssm.data.generated import EXAMPLES
 from cssm.data.pipeline import Outline
 from cssm.data.splits import hold_back, order_keys, shares
 from cssm.data.tfrecord import example
@@ -120,11 +121,12 @@ def place(config: Config) -> Path:
     assert config.data_dir is not None, "rules.check wants one"
     root = Path(config.data_dir).absolute()
     name, variant, version = parts(config.dataset)
-    how = f"type main.py prepare {config.dataset} --data_dir {config.data_dir}"
+    what = f"{name} --format array_record" if name in EXAMPLES else config.dataset
+    how = f"to prepare it, type main.py prepare {what} --data_dir {config.data_dir}"
     if not _versions(root / name) and not _configs(root / name):
         there = [path.name for path in _folders(root) if _versions(path) or _configs(path)]
-        near = did_you_mean(name, there, "tfds:") or (f", but {', '.join(sorted(there))}" if there else "")
-        raise UserError(f"--dataset {config.dataset}: {root} holds no prepared {name}{near}; to prepare it, {how}")
+        near = did_you_mean(name, there, "tfds:") or (f", but {', '.join(there)}" if there else "") + f"; {how}"
+        raise UserError(f"--dataset {config.dataset}: {root} holds no prepared {name}{near}")
     configs = _configs(root / name)
     if variant is None and not _versions(root / name):
         if len(configs) > 1:
@@ -133,13 +135,12 @@ def place(config: Config) -> Path:
         variant = configs[0]
     if variant is not None and variant not in configs:
         has = f"it has {', '.join(configs)}" if configs else "it has none"
-        raise UserError(f"--dataset {config.dataset}: {root / name} has no {variant}, {has}; to prepare it, {how}")
+        raise UserError(f"--dataset {config.dataset}: {root / name} has no {variant}, {has}; {how}")
     folder = root / name / (variant or "")
     versions = _versions(folder)
     if version is not None and version not in versions:
         raise UserError(
-            f"--dataset {config.dataset}: {folder} has no version {version}, it has {', '.join(versions)}; to prepare "
-            f"it, {how}"
+            f"--dataset {config.dataset}: {folder} has no version {version}, it has {', '.join(versions)}; {how}"
         )
     chosen = folder / (version or versions[-1])
     written = json.loads((chosen / "dataset_info.json").read_text()).get("fileFormat", "tfrecord")

@@ -168,7 +168,7 @@ def _make(
     try:
         labels = np.zeros(n, np.int32)
         chunks = chunks_of(n, image_shape)
-        with _file(building / "images.npy", np.uint8, (n, *image_shape)) as file:
+        with npy_file(building / "images.npy", np.uint8, (n, *image_shape)) as file:
             for chunk, (images, labels[chunk]) in zip(chunks, in_workers(make, chunks, num_workers), strict=True):
                 file.write(np.ascontiguousarray(images).data)
                 if progress is not None:
@@ -181,8 +181,10 @@ def _make(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> BinaryIO:
-    """A .npy file open for its content; no memory map, since that ends in SIGBUS where the disk is full."""
+def npy_file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> BinaryIO:
+    """A .npy file open for its content; no memory map, since that ends in SIGBUS where the disk is full, and not
+    written by numpy, whose error does not say that it is.
+    """
     file = path.open("wb")
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
