@@ -195,8 +195,8 @@ def _marks(spec: CabcSpec, keys: np.ndarray, pieces: np.ndarray) -> tuple[np.nda
         cell = (at + (spec.cells - 1) * UNIT // 2 + UNIT // 2) // UNIT
         under.append(on[np.arange(n)[:, None, None], cell[1], cell[0]])
     seen = np.stack(under, -1)  # [n, TRIES, TURNS, 2]
-    near = (np.abs(middle) <= UNIT).all(0)[:, None]
-    usable = near & apart & np.logical_and(*(_by_sector(fits).any(-1) for fits in _fits(seen))).any(-1)
+    near = (np.abs(middle).max(0) <= UNIT)[:, None]
+    usable = near & apart & _mixed(*_fits(seen)).any(-1)
     good = np.flatnonzero(usable.any(1))
     chosen = usable[good].argmax(1)
     values = np.stack([one, np.zeros_like(one), two, between], -1)
@@ -246,6 +246,11 @@ def _fits(found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return both & ~same, both & same
 
 
+def _mixed(apart: np.ndarray, same: np.ndarray) -> np.ndarray:
+    """Which sectors have turns of both kinds: bool [..., TURNS] twice -> bool [..., sectors]."""
+    return np.logical_and(np.any(_by_sector(apart), -1), np.any(_by_sector(same), -1))
+
+
 def _by_sector(turned: np.ndarray) -> np.ndarray:
     """[..., TURNS] -> [..., sectors, 2 SECTOR]: each with the one opposite."""
     halves = turned.reshape(*turned.shape[:-1], 2, TURNS // 2 // SECTOR, SECTOR)
@@ -257,7 +262,7 @@ def _chosen(found: np.ndarray, labels: np.ndarray, words: np.ndarray) -> tuple[n
     under the markers there int32 [n, 2].
     """
     n, (apart, same) = np.arange(len(found)), _fits(found)
-    sector = _one_of(np.logical_and(*(_by_sector(fits).any(-1) for fits in (apart, same))), words[:, 0])
+    sector = _one_of(_mixed(apart, same), words[:, 0])
     fits = np.where(labels[:, None] == 1, same, apart)
     place = _by_sector(np.arange(TURNS))[sector, _one_of(_by_sector(fits)[n, sector], words[:, 1])]
     return (place * (360 // TURNS)).astype(np.int32), found[n, place].astype(np.int32) - 1

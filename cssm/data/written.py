@@ -141,7 +141,7 @@ def _builder(tfds: Any, chosen: Generated, root: Path, records: Callable[[str], 
     clip = features.Tensor(shape=shape, dtype=np.uint8, encoding="zlib")
     image = clip if len(shape) == 4 else features.Image(shape=shape)
 
-    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # pyright: ignore - it does not know its base
         """What TFDS calls to make a data set; here, since its base is only loaded when it is needed."""
 
         name = chosen.dataset
