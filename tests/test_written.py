@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ def chosen(dataset):
     return generated(resolve({"dataset": dataset, **({"image_size": 64} if dataset == "cabc" else {})}, {}))
 
 
+@cache
 def made(dataset):
     return {split: chosen(dataset).make(split, np.arange(n)) for split, n in EXAMPLES.items()}
 
