@@ -186,7 +186,7 @@ def _with_target(command: flags.Command) -> flags.Command:
         raise UserError(
             f"prepare {name}: can prepare {', '.join(GENERATED)} and tfds:NAME, others are read as they are"
         )
-    if "data_dir" not in command.typed and not command.config_path:
+    if "data_dir" not in command.typed:
         raise UserError(f"prepare {name}: it needs a folder to write to: type --data_dir FOLDER")
     return dataclasses.replace(command, typed={"dataset": name, **command.typed}, paths=())
 

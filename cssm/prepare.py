@@ -1,10 +1,13 @@
 """The verb prepare: a generated data set, or one of TensorFlow Datasets, as files. No jax, and no device."""
 
 import shlex
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from cssm.config import KNOBS, Config, UserError
@@ -27,7 +30,7 @@ def prepare(config: Config, typed: Mapping[str, Any], stream: IO[str] | None = N
     """
     assert config.data_dir is not None, "the command line wants one"
     start = time.monotonic()
-    with Reporter(None, headless_stream=stream, quiet=config.quiet) as report:
+    with Reporter(None, headless_stream=stream, quiet=config.quiet) as report, _cleared_up():
         try:
             facts = (_downloaded if config.source == "tfds:NAME" else _generated)(config, typed, report)
         except OSError as error:
@@ -41,6 +44,20 @@ def prepare(config: Config, typed: Mapping[str, Any], stream: IO[str] | None = N
         counts = ", ".join(f"{n:,} {split}" for split, n in facts["examples"].items())
         report.line(f"{facts['folder']}: {counts}{', as it was before' if facts['there'] else ''}")
         report.line(f"train on it: {facts['command']}")
+
+
+@contextmanager
+def _cleared_up() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does, so that nothing half written is left."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _generated(config: Config, typed: Mapping[str, Any], report: Reporter) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The verb prepare, from the command line: what it writes can be trained on as it says, and what it refuses."""
 
 import json
+import os
 import shlex
+import signal
 
 import pytest
 
@@ -9,6 +11,7 @@ from cssm import data
 from cssm import prepare as module
 from cssm.cli import main
 from cssm.config import parse_args
+from cssm.data import written
 
 FEW = ["--max_train_examples", "24", "--max_eval_examples", "8", "--num_workers", "0"]
 
@@ -75,6 +78,20 @@ def test_where_nothing_can_be_written_it_ends_with_6(tmp_path, capsys, monkeypat
     monkeypatch.setattr(module, "write_published", fail)
     assert main(["prepare", "cabc", "--data_dir", str(tmp_path), *FEW]) == 6
     assert f"error: cannot write cabc to {tmp_path}: {why}; make room, or type another" in capsys.readouterr().err
+
+
+def test_sigterm_clears_up_and_ends_with_143(tmp_path, monkeypatch):
+    make = written._write
+
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return make(*args)
+
+    monkeypatch.setattr(written, "_write", stop)
+    with pytest.raises(SystemExit) as ended:
+        main(["prepare", "pathfinder", "--data_dir", str(tmp_path), *FEW])
+    assert ended.value.code == 143 and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_format_is_for_prepare_alone(capsys):
