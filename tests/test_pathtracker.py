@@ -111,7 +111,6 @@ def check_no_cue(difficulty: str, n: int) -> None:
     }
     for name, values in found.items():
         assert ks_2samp(values[labels == 1], values[labels == 0], method="asymp").pvalue > 1e-3, name
-    found.pop("spread")  # what it has to do with the squares depends on how the dots went
     table = np.stack(list(found.values()), 1)
     # What the squares' own dots do in the frames that both classes share.
     starts = dots[:, : chosen.shared, 0] - geometry.red[:, None]
@@ -135,7 +134,7 @@ def check_no_cue(difficulty: str, n: int) -> None:
 
 
 def test_no_trivial_cue_tells_the_classes_apart():
-    check_no_cue("easy", 1000)
+    check_no_cue("easy", 700)
 
 
 @pytest.mark.slow
