@@ -122,7 +122,7 @@ def check_no_cue(chosen: CabcSpec, n: int) -> None:
     for name, values in found.items():
         assert ks_2samp(values[labels == 1], values[labels == 0], method="asymp").pvalue > 1e-3, name
     table = np.stack(list(found.values()), 1)
-    sides = (8, 16, 32) if n > 1000 else (8,)
+    sides = (8, 16, 32)
     rings = generate(replace(chosen, letter_level=0), 11, "train", np.arange(n // 4))[0]
     unmarked = generate(replace(chosen, marker_level=0), 11, "train", np.arange(n // 4))[0]
     telling = {
@@ -135,14 +135,10 @@ def check_no_cue(chosen: CabcSpec, n: int) -> None:
     assert {name: round(value, 2) for name, value in telling.items() if abs(value) > 3} == {}
 
 
-def test_no_trivial_cue_tells_the_classes_apart():
-    check_no_cue(spec("easy", 64), 200)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
 def test_no_trivial_cue_at_full_size(difficulty):
-    check_no_cue(spec(difficulty, 128), 3_000)
+    check_no_cue(spec(difficulty, 128), 2_500)
 
 
 def test_rings_alone_do_not_depend_on_the_label(monkeypatch):
