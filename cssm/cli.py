@@ -78,6 +78,11 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
 
                 compare(parsed.paths, stream)
                 return 0
+            if parsed.verb == "prepare":
+                from cssm.prepare import prepare
+
+                prepare(config, parsed.typed, stream)
+                return 0
             if places := [] if worker else _places(config):
                 if parsed.verb == "bench":
                     kind = places[0].job.kind

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from cssm import __version__, flags, recipes, rules
 from cssm.flags import write_yaml
-from cssm.knobs import TRAINING, VERBS, Knob, UserError, did_you_mean, knobs_of
+from cssm.knobs import TRAINING, VERBS, Knob, UserError, choice_of, did_you_mean, knobs_of
 from cssm.rules import warnings_for
 from cssm.settings import (
     CellSettings,
@@ -22,6 +22,7 @@ from cssm.settings import (
     ParallelSettings,
     RunningSettings,
 )
+from cssm.settings.data import GENERATED
 from cssm.settings.family import ARCHS, CELLS_NAMES
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Parsed",
     "UserError",
     "applicable",
+    "did_you_mean",
     "known",
     "parse_args",
     "read_yaml",
@@ -86,6 +88,11 @@ class Config(
     def flips_on_device(self) -> bool:
         """Whether images are mirrored on the device; those that are decoded are mirrored then."""
         return bool(self.flip) and self.dataset == "npz"
+
+    @property
+    def source(self) -> str:
+        """The data set as it is listed among the choices: tfds:NAME for each of those."""
+        return choice_of(self.dataset)
 
     @property
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -159,6 +166,8 @@ def parse_args(argv: Sequence[str]) -> Parsed:
     if command.show:
         print(f"cssm {__version__}" if command.show == "version" else flags.help_text(KNOBS, VERBS))
         raise SystemExit(0)
+    if command.verb == "prepare":
+        command = _with_target(command)
     for sizes in _SIZES:
         if command.typed.keys() >= {*sizes, "target_params"}:
             words = " and ".join(f"--{name}" for name in sorted(sizes, reverse=True))
@@ -175,6 +184,21 @@ def parse_args(argv: Sequence[str]) -> Parsed:
     if "resume" not in given:  # also the default of a setting: whoever gives it wants it to mean something
         rules.check_applies(config, KNOBS, given)
     return Parsed(command.verb, config, given, command.paths)
+
+
+def _with_target(command: flags.Command) -> flags.Command:
+    """The command prepare, whose one word is the data set. UserError where it is not one that can be prepared."""
+    how = "type prepare NAME --data_dir FOLDER, for example prepare tfds:mnist --data_dir sets"
+    if len(command.paths) != 1 or "dataset" in command.typed:
+        raise UserError(f"prepare takes one data set, without --dataset: {how}")
+    name = KNOBS["dataset"].coerce(command.paths[0], "prepare")
+    if choice_of(name) not in (*GENERATED, "tfds:NAME"):
+        raise UserError(
+            f"prepare {name}: can prepare {', '.join(GENERATED)} and tfds:NAME, others are read as they are"
+        )
+    if "data_dir" not in command.typed:
+        raise UserError(f"prepare {name}: it needs a folder to write to: type --data_dir FOLDER")
+    return dataclasses.replace(command, typed={"dataset": name, **command.typed}, paths=())
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Command:
     verb: str
     typed: dict[str, Any]
     config_path: str | None = None
-    paths: tuple[str, ...] = ()  # what compare is to read
+    paths: tuple[str, ...] = ()  # what compare is to read, or prepare to make
     show: str | None = None  # "help" or "version"
 
 
@@ -39,7 +39,7 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        if not word.startswith("-") and verb == "compare":
+        if not word.startswith("-") and verb in WITH_WORDS:
             paths.append(word)
             continue
         if not word.startswith("-"):
@@ -63,6 +63,7 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
     return Command(verb, typed, config_path, tuple(paths))
 
 
+WITH_WORDS = ("compare", "prepare")
 _SHOW = {"-h": "help", "--help": "help", "--version": "version"}
 _CONFIG = ("-f", "--config")
 
@@ -183,7 +184,8 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         f"usage: python main.py [{'|'.join(verbs)}] [flags]      (installed: cssm ...)",
         "",
         "Train CSSM vision models, on every visible device unless told otherwise. No verb means train;",
-        "devices shows and tests what there is; compare RUN RUN ... puts runs side by side; bench times steps.",
+        "devices shows and tests what there is; compare RUN RUN ... puts runs side by side; bench times steps;",
+        "prepare NAME --data_dir FOLDER writes a data set as files: pathfinder, cabc, pathtracker, tfds:NAME.",
         "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
         "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",
         "N may be written 300k, 1.5M or 2G: thousands, millions, thousands of millions.",

@@ -24,7 +24,7 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
-VERBS = ("train", "devices", "compare", "bench")
+VERBS = ("train", "devices", "compare", "bench", "prepare")
 TRAINING = ("train", "bench")
 WITH_DEVICES = ("train", "devices", "bench")
 
@@ -68,7 +68,7 @@ class Knob:
             result = _CONVERT[self.type](value)
         except (TypeError, ValueError, ArithmeticError):
             raise UserError(f"{label} {value}: must be {_KINDS[self.type]}") from None
-        if self.choices and result not in self.choices:
+        if self.choices and choice_of(result) not in self.choices:
             near = did_you_mean(result, self.choices)
             raise UserError(f"{label} {value}: must be one of {', '.join(self.choices)}{near}")
         if self.bounds and not _inside(result, self.bounds):
@@ -82,10 +82,19 @@ class Knob:
         that is in its way, and what that must be. Empty where it has a meaning.
         """
         causes = [
-            next(((name, values) for name, values in way.items() if getattr(settings, name) not in values), None)
+            next(
+                ((name, values) for name, values in way.items() if choice_of(getattr(settings, name)) not in values),
+                None,
+            )
             for way in self.applies
         ]
         return [] if None in causes else [cause for cause in causes if cause]
+
+
+def choice_of(value: Any) -> Any:
+    """Which of the choices of a knob a value is: itself, but tfds:NAME for a text such as tfds:mnist."""
+    head, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return f"{head}:NAME" if colon and name else value
 
 
 def knob(default: Any, help: str, **properties: Any) -> Any:

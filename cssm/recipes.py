@@ -75,7 +75,8 @@ _SHVIT_LARGE = _LARGE | _SHVIT | {"kernel_size": 5, "num_heads": 4}
 # Kinds of data that have recipes of their own, and which --dataset is of which kind
 KINDS = ("digits", "pathfinder", "photos")
 KIND = {"digits": "digits", "npz": "digits", **dict.fromkeys(("pathfinder", "cabc", "pathtracker"), "pathfinder")}
-KIND |= dict.fromkeys(("folder", "imagenet", "imagenette"), "photos")
+_FOLDERS = ("folder", "imagenet", "imagenette")
+KIND |= dict.fromkeys((*_FOLDERS, "tfds:NAME"), "photos")
 
 
 def _staged(row: Row, dims: str, depths: str) -> dict[str, Row]:
@@ -136,10 +137,11 @@ OPTIMIZERS: dict[str, Row] = {
     "muon": {"lr_factor": 1.0, "momentum": 0.95, "beta1": 0.9, "beta2": 0.999},
 }
 
-# Side of the images in pixels, by --dataset, then (generated Pathfinder) by --pathfinder_difficulty. What is missing
-# has the size of its files.
+# Side of the images in pixels, by --dataset, then (generated Pathfinder) by --pathfinder_difficulty, and of what else
+# is generated. What is missing has the size of its files.
 SIZES_PX = {"digits": 16, "folder": 224, "imagenet": 224, "imagenette": 160}
 PATHFINDER_SIZES: dict[str, int] = {"easy": 32, "6": 64, "9": 64, "14": 128, "20": 128, "25": 128}
+GENERATED_PX = {"cabc": 128, "pathtracker": 32}
 
 # Mean and standard deviation of each channel, of pixels from 0 to 1, by --dataset; others are taken from -1 to 1. Those
 # of ImageNet as published with its networks.
@@ -151,16 +153,16 @@ def preset_row(config: "Config") -> Row:
     """The sizes and the schedule of a configuration's preset for its kind of data."""
     sizes = PRESETS[config.arch]
     preset = sizes.get(config.preset, sizes["nano"])  # one of another trunk is refused by the rules
-    return preset[KIND[config.dataset]]
+    return preset[KIND[config.source]]
 
 
 def recipe(config: "Config") -> Row:
     """Values for what a configuration leaves open; a length, a total batch or a size that is given stands alone."""
-    generated = {} if config.data_dir else {"pathfinder": PATHFINDER_SIZES[config.pathfinder_difficulty]}
+    pathfinder = PATHFINDER_SIZES[config.pathfinder_difficulty]
+    generated = {} if config.data_dir else {"pathfinder": pathfinder, **GENERATED_PX}
     side = {**SIZES_PX, **generated}.get(config.dataset)
     values = {
         "image_size": side,
-        "flip": KIND[config.dataset] == "photos",
         **preset_row(config),
         **OPTIMIZERS[config.optimizer],
         "num_workers": min(8, os.cpu_count() or 1),
@@ -168,6 +170,12 @@ def recipe(config: "Config") -> Row:
     }
     if side is None:
         values.pop("image_size")  # the files tell
+    if config.dataset == "pathtracker":
+        values.pop("seq_len", None)  # every frame is a step: what is left out may hide where a dot begins or ends
+    if config.dataset in _FOLDERS:
+        values |= {"crop_scale": 0.08, "flip": True}
+    elif config.dataset == "npz":
+        values["flip"] = False
     values["base_batch_size"] = values["batch_size"]
     values["lr"] = round(values["lr"] * values.pop("lr_factor"), 10)  # 0.009, not 0.009000000000000001
     given = {"epochs", "max_steps"} if config.epochs or config.max_steps else set()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cssm.knobs import Knob, UserError, multiple
 from cssm.recipes import OPTIMIZERS, PRESETS, STATES
-from cssm.settings.data import FILES
+from cssm.settings.data import FILES, GENERATED
 from cssm.stages import STAGED, numbers, stages, stride
 
 if TYPE_CHECKING:
@@ -241,9 +241,9 @@ def _check_divides(config: "Config", name: str, number: int) -> None:
 
 
 def _check_files(config: "Config") -> None:
-    if config.dataset not in FILES or config.data_dir is not None:
+    if config.source not in FILES or config.data_dir is not None:
         return
-    if config.dataset != "pathfinder":
+    if config.dataset not in GENERATED:
         raise UserError(f"--dataset {config.dataset} is read from files: type --data_dir with where they are")
     if config.max_bad_examples:
         raise UserError(

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cssm.settings.data import FOLDERS, ONE_BY_ONE
+from cssm.knobs import choice_of
+from cssm.settings.data import FOLDERS, GENERATED, ONE_BY_ONE
 
 # The share of a step spent waiting for data from which on its time no longer tells what it computes.
 MUCH = 0.05
@@ -19,7 +20,7 @@ def waited(share: float) -> str:
 def advice(settings: Mapping[str, Any], cores: int) -> str:
     """What to type for less of it. settings: dataset, data_dir, num_workers, prefetch; cores: of this machine."""
     dataset, workers, prefetch = settings["dataset"], settings["num_workers"] or 0, settings["prefetch"]
-    decodes = dataset in ONE_BY_ONE and settings.get("data_dir") is not None
+    decodes = choice_of(dataset) in ONE_BY_ONE and settings.get("data_dir") is not None
     ways = []
     if not workers or (decodes and workers < cores):
         ways.append(f"--num_workers {cores} (now {workers})")
@@ -29,7 +30,7 @@ def advice(settings: Mapping[str, Any], cores: int) -> str:
         ways += ["a smaller --image_size", "a larger --crop_scale", "files that are hardly larger than what is cropped"]
     if decodes:
         ways.append("the images as arrays (--dataset npz)")
-    if dataset == "pathfinder" and not decodes:
+    if dataset in GENERATED and not decodes:
         ways.append("a --cache_dir on a local disk")
     return f"less with {', '.join(ways)}" if ways else "this host prepares batches too slowly, or does other work too"
 

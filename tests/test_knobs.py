@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cssm.knobs import UserError, did_you_mean, knob, knobs_of, multiple
+from cssm.knobs import UserError, choice_of, did_you_mean, knob, knobs_of, multiple
 
 
 @dataclasses.dataclass
@@ -16,7 +16,8 @@ class Sample:
     rate: float | None = knob(None, "a share", group="g", bounds="[0,1)")
     fraction: float = knob(1.0, "a part", group="g", bounds="(0,1]")
     switch: bool = knob(False, "a switch", group="g", applies={"kind": ("b",), "width": (4, 6)})
-    kind: str = knob("a", "a choice", group="g", choices=("a", "b", "14"))
+    kind: str = knob("a", "a choice", group="g", choices=("a", "b", "14", "of:NAME"))
+    named: bool = knob(False, "a switch", group="g", applies={"kind": ("of:NAME",)})
     path: str | None = knob(None, "a text", group="g")
 
 
@@ -86,8 +87,8 @@ def test_values_take_the_type_of_their_knob(name, given, expected):
         ("switch", "yes", "switch yes: must be true or false"),
         ("switch", 1, "switch 1: must be true or false"),
         ("switch", None, "switch None: must be true or false"),
-        ("kind", "bb", "kind bb: must be one of a, b, 14, did you mean b?"),
-        ("kind", "xyz", "kind xyz: must be one of a, b, 14"),
+        ("kind", "bb", "kind bb: must be one of a, b, 14, of:NAME, did you mean b?"),
+        ("kind", "xyz", "kind xyz: must be one of a, b, 14, of:NAME"),
         ("path", "", "path : must be a text that is not empty"),
         ("path", 0.5, "path 0.5: must be a text that is not empty"),
         ("path", ["a", 1], "path ['a', 1]: must be a text that is not empty"),
@@ -118,3 +119,13 @@ def test_hints():
     assert did_you_mean("zzz", ["depth"]) == ""
     assert multiple(16, 24) == "a multiple of 16, type 16 or 32"
     assert multiple(16, 3) == "a multiple of 16, type 16"
+
+
+def test_a_choice_may_be_open_behind_a_colon():
+    assert KNOBS["kind"].coerce("of:x/y:1.0.0", "--kind") == "of:x/y:1.0.0"
+    assert [choice_of(value) for value in ("of:x", "of:", "a", 3, None)] == ["of:NAME", "of:", "a", 3, None]
+    for value in ("of:", "off:x", ":x"):
+        with pytest.raises(UserError, match="must be one of a, b, 14, of:NAME"):
+            KNOBS["kind"].coerce(value, "--kind")
+    assert KNOBS["named"].unmet(Sample(kind="of:x")) == []
+    assert KNOBS["named"].unmet(Sample(kind="a")) == [("kind", ("of:NAME",))]

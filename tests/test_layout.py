@@ -18,7 +18,8 @@ TESTS = sorted(ROOT.glob("tests/*.py"))
 MAY_IMPORT = {
     "main": "cli",
     "cssm": "config training",
-    "cli": "bench cssm compare config memory report training hardware parallel",
+    "cli": "bench cssm compare config memory prepare report training hardware parallel",
+    "prepare": "config data report",
     "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
     "input_rate": "apart config data",
     "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
     "compare": "config markdown waiting",
-    "waiting": "settings",
+    "waiting": "knobs settings",
     "advice": "",
     "step": "augment config models parallel",
     "augment": "config rand_augment",
@@ -87,8 +88,8 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
-NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer", "waiting", "input_rate"}
+NO_JAX = {"resume", "compare", "prepare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data"}
+NO_JAX |= {"cli", "memory", "advice", "apart", "cards", "markdown", "peer", "waiting", "input_rate"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.

@@ -93,6 +93,8 @@ def test_pathtracker(tmp_path, make):
     if make is flat_records:
         np.testing.assert_array_equal(found["test"][0], CLIPS[30:])
         np.testing.assert_array_equal(found["test"][1], LABELS[30:])
+    with pytest.raises(UserError, match="--pathtracker_difficulty 14 is of generated clips"):
+        data.outline(config("pathtracker", tmp_path / "clips", pathtracker_difficulty="14"))
     with pytest.raises(UserError, match=r"--image_size 6: the clips of .* are 8 pixels wide"):
         data.outline(config("pathtracker", tmp_path / "clips", image_size=6))
 
@@ -181,7 +183,7 @@ def test_labels_and_shapes_that_are_wrong_are_found(tmp_path, capsys):
 def test_folders_that_hold_something_else_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     for dataset, sentence in (
-        ("pathfinder", "easy is only generated"),
+        ("pathfinder", "easy was never published"),
         ("cabc", "no cABC"),
         ("pathtracker", "no PathTracker"),
     ):

@@ -112,11 +112,15 @@ def test_every_command_runs_in_turn(tmp_path):
             argv[1:] = [str(tmp_path)]
         if argv[:1] == ["bench"]:
             argv += ["--devices", "2", "--steps", "2", "--max_train_examples", "128", "--checkpoint_dir", str(tmp_path)]
-        trains = not {"devices", "compare", "bench", "--help"} & set(argv)
+        if argv[:1] == ["prepare"]:
+            argv[argv.index("--data_dir") + 1 :] = [str(tmp_path / "sets"), *SHORT[2:]]
+        trains = not {"devices", "compare", "bench", "prepare", "--help"} & set(argv)
         more = ["--checkpoint_dir", str(tmp_path)] + (["--max_steps", "3"] if "--resume" in argv else SHORT)
-        if "--data_dir" in argv:  # in the place of the user's own
+        if "--data_dir" in argv and trains:  # in the place of the user's own
             argv[argv.index("--data_dir") + 1] = str(photos(tmp_path / "photos"))
             more += ["--image_size", "32"]
+        if "pathtracker" in argv:  # of 16 frames
+            more += ["--batch_size", "4", "--seq_len", "2"]
         if "--gpus" not in argv and "--resume" not in argv:
             more += ["--num_devices", "2"]
         run = [sys.executable, "main.py", *argv, *(more if trains else [])]

@@ -7,11 +7,11 @@ import pytest
 from cssm.config import ARCHS, KNOBS, Config, applicable
 from cssm.recipes import KIND, KINDS, PATHFINDER_SIZES, PRESETS, recipe, scaled_lr
 from cssm.resume import resume_config, resume_record
-from cssm.settings.data import FILES
+from cssm.settings.data import FILES, GENERATED
 
 DATASETS = KNOBS["dataset"].choices
-# Whose images have one size, which the files tell; Pathfinder among them only where it is read and not generated.
-OF_THE_FILES = ("npz", "pathfinder", "cabc", "pathtracker")
+# Whose images have a size which the files tell; Pathfinder and its like only where they are read and not generated.
+OF_THE_FILES = ("npz", "pathfinder", "cabc", "pathtracker", "tfds:NAME")
 # Settings of which None is a meaning of its own.
 MAY_BE_NONE = {name for name, knob in KNOBS.items() if knob.unset != "by recipe"} | {"epochs", "max_steps"}
 
@@ -20,7 +20,8 @@ MAY_BE_NONE = {name for name, knob in KNOBS.items() if knob.unset != "by recipe"
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_recipes_leave_nothing_open(arch, preset, dataset):
     config = Config(arch=arch, preset=preset, dataset=dataset, data_dir="somewhere" if dataset in FILES else None)
-    assert {name for name, value in applicable(config).items() if value is None} <= MAY_BE_NONE
+    open_ones = {name for name, value in applicable(config).items() if value is None}
+    assert open_ones <= MAY_BE_NONE | ({"seq_len"} if dataset == "pathtracker" else set())
     assert (config.epochs is None) != (config.max_steps is None)
     assert (config.image_size is None) == (dataset in OF_THE_FILES)
     assert config.pos_embed
@@ -30,7 +31,8 @@ def test_recipes_leave_nothing_open(arch, preset, dataset):
 def test_every_data_set_is_of_a_kind_that_every_preset_knows():
     assert set(KIND) == set(DATASETS) and set(KIND.values()) == set(KINDS)
     assert all(preset.keys() == set(KINDS) for sizes in PRESETS.values() for preset in sizes.values())
-    assert Config(dataset="pathfinder").image_size == 32
+    sizes = {dataset: Config(dataset=dataset).image_size for dataset in GENERATED}
+    assert sizes == {"pathfinder": 32, "cabc": 128, "pathtracker": 32}
 
 
 def test_rows_hold_known_settings_with_values_of_their_type():

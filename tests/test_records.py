@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,14 @@ def test_arrays_are_made_once_in_order_and_mapped_after(tmp_path, monkeypatch):
     assert calls == [100, 100, 50]
     assert progress == [(100, 250), (200, 250), (250, 250)]
     assert _files(tmp_path / "a") == ["b", "b/images.npy", "b/index.json", "b/labels.npy"]
+
+
+def test_workers_make_fewer_of_what_is_large():
+    for n, shape in ((2500, (32, 32, 1)), (700, (64, 32, 32, 3)), (2, (10_000, 10_000, 3))):
+        chunks = records.chunks_of(n, shape)
+        np.testing.assert_array_equal(np.concatenate(chunks), np.arange(n))
+        most = max(map(len, chunks))
+        assert most == 1 or (most <= 1000 and most * math.prod(shape) <= 1 << 26)
 
 
 def test_a_source_gathers_copies():

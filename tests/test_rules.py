@@ -6,7 +6,7 @@ import re
 import pytest
 
 from cssm.config import KNOBS, Config, UserError, warnings_for
-from cssm.settings.data import FILES
+from cssm.settings.data import FILES, GENERATED
 
 # Another value than the default, for each type of setting that has no choices.
 OTHER = {int: 8, float: 0.5, bool: True, str: "x"}
@@ -311,7 +311,7 @@ def test_attention_has_no_kernel_to_warn_of():
     assert warnings_for(Config(arch="baseline")) == []
 
 
-@pytest.mark.parametrize("dataset", [name for name in FILES if name != "pathfinder"])
+@pytest.mark.parametrize("dataset", [name for name in FILES if name not in GENERATED])
 def test_files_are_read_from_where_they_are(dataset):
     assert "type --data_dir" in refusal(dataset=dataset)
     assert Config(dataset=dataset, data_dir="x").data_dir == "x"

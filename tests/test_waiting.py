@@ -48,6 +48,8 @@ def test_intervals_that_compile_and_hiccups_do_not_count():
         ({"dataset": "folder", "data_dir": "x", "num_workers": 16}, {"prefetch"}, {"num_workers"}),
         ({"dataset": "pathfinder", "num_workers": 1}, {"prefetch", "cache_dir"}, {"num_workers", "image_size"}),
         ({"dataset": "cabc", "data_dir": "x", "num_workers": 1}, {"num_workers", "dataset"}, {"image_size"}),
+        ({"dataset": "pathtracker", "num_workers": 1}, {"prefetch", "cache_dir"}, {"num_workers", "image_size"}),
+        ({"dataset": "tfds:mnist", "data_dir": "x", "num_workers": 1}, {"num_workers", "dataset"}, {"crop_scale"}),
         ({"num_workers": 4, "prefetch": 8}, set(), {"num_workers", "prefetch"}),
     ],
 )

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from cssm.data.draw import bits, fold
 from cssm.data.examples import UNREADABLE
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -26,16 +29,18 @@ BEFORE_PIXELS = ("JPEG", "MPO")  # formats whose EXIF is known before the pixels
 DRAWS = 22  # random numbers that a crop takes
 TRIES = 10
 RATIOS = (3 / 4, 4 / 3)
+CROP = 1  # stream of random numbers
 
 
-def photo(path: Path, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
-    """uint8 [size, size, 3]: the part box_of(width, height) of an image, antialiased; mirrored: left to right.
+def photo(file: Path | bytes, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
+    """uint8 [size, size, 3]: the part box_of(width, height) of an image, antialiased; mirrored: left to right. `file`:
+    a path, or what the file holds.
 
     EXIF orientation is followed. Grey values are copied to three channels, palettes and CMYK converted, transparent
     parts show white, 16 bits are rounded to 8. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is enough.
     OSError, ValueError or another of UNREADABLE for a file that is no image, or damaged.
     """
-    with _opened(path) as image:
+    with _opened(file) as image:
         turn = _orientation(image)
         width, height = image.size[::-1] if turn in SIDEWAYS else image.size
         left, top, right, bottom = box_of(width, height)
@@ -108,12 +113,27 @@ def random_part(width: int, height: int, least: float, numbers: Sequence[float])
     return left, top, left + w, top + h
 
 
+def view(seed: int, epoch: int | None, index: int, crop_scale: float, flip: bool) -> tuple[Callable[..., Box], bool]:
+    """What `photo` takes of an example: for training (in an epoch from 0) a random part with at least the share
+    crop_scale of its area, and mirrored in half of the epochs with `flip`; both follow from (seed, epoch, index). The
+    largest square in the middle where crop_scale is 1, and for evaluation (epoch None).
+    """
+    if epoch is None:
+        return central, False
+    key = np.zeros(1, np.uint64)
+    for word in (CROP, seed, epoch, index):
+        key = fold(key, word)
+    numbers = (bits(key, 0, 1 + DRAWS)[0] >> np.uint64(11)) * 2.0**-53  # in [0, 1)
+    part = partial(random_part, least=crop_scale, numbers=numbers[1:].tolist()) if crop_scale < 1 else central
+    return part, flip and bool(numbers[0] < 0.5)
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
-    if not path.stat().st_size:
+def _opened(file: Path | bytes) -> Iterator[Image.Image]:
+    if not (file.stat().st_size if isinstance(file, Path) else file):
         raise ValueError("the file is empty")
     try:
-        with Image.open(path) as image:
+        with Image.open(file if isinstance(file, Path) else BytesIO(file)) as image:
             yield image
     except UnidentifiedImageError:
         raise ValueError("it is no image, or of no kind that Pillow knows") from None

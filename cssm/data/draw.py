@@ -7,6 +7,7 @@ positions are in units of 1/64 px, headings in whole degrees; pixel (row, column
 
 import math
 from functools import cache
+from typing import Self
 
 import numpy as np
 
@@ -62,7 +63,17 @@ def turns(keys: np.ndarray, stream: int, count: int, max_turn: int) -> np.ndarra
     return turn_table(max_turn)[draws.reshape(len(keys), 5 * words.shape[1])[:, :count].astype(np.intp)]
 
 
-def along(heading: np.ndarray, length: int) -> np.ndarray:
+def balanced(stream: np.ndarray, indices: np.ndarray, block: int = 100) -> np.ndarray:
+    """Labels int32 [n] of the examples with some indices, int64 [n]: of every `block` consecutive ones a hashed half
+    is 1.
+    """
+    blocks, place = np.unique(indices // block, return_inverse=True)
+    hashes = fold(fold(stream, blocks.astype(np.uint64))[:, None], np.arange(block, dtype=np.uint64))
+    rank = hashes.argsort(1, kind="stable").argsort(1, kind="stable")
+    return (rank[place, indices % block] < block // 2).astype(np.int32)
+
+
+def along(heading: np.ndarray, length: int | np.ndarray) -> np.ndarray:
     """The vector of `length` units at `heading` degrees (0 .. 359): int32 [...] -> int32 [2, ...] (x, y)."""
     return np.stack([(length * table.take(heading) + HALF) >> TRIG_BITS for table in (COS, SIN)])
 
@@ -113,6 +124,13 @@ class Canvas:
         self._pixels = np.zeros(count * self._side**2, np.uint8)
         self._first = np.arange(count, dtype=np.int32) * self._side**2
 
+    @classmethod
+    def over(cls, images: np.ndarray, reach: int) -> Self:
+        """One that starts as a copy of uint8 images [M, size, size]."""
+        canvas = cls(len(images), images.shape[1], reach)
+        canvas._inner()[:] = images
+        return canvas
+
     def bars(self, centre: np.ndarray, heading: np.ndarray, length: int, radius: int, level: int) -> None:
         """One bar an image, all within `radius` of a segment: centre int32 [2, M], heading int32 [M]."""
         dx, dy, at = self._patch(centre, length // 2 + radius)
@@ -127,11 +145,32 @@ class Canvas:
         dx, dy, at = self._patch(centre, radius)
         self._draw(at, dx, dy, radius, level)
 
+    def segments(self, a: np.ndarray, b: np.ndarray, radius: int, level: int, fade: int = UNIT) -> None:
+        """One segment an image, all within `radius` of it: ends int32 [2, M]; `fade`: over how many units its edge
+        does, half of them inside.
+        """
+        across, middle = b - a, (a + b) // 2
+        half = int(np.abs(across).max(initial=0)) * 3 // 4 + 1  # no less than half the length
+        dx, dy, at = self._patch(middle, half + radius + fade // 2)
+        dx, dy = dx + (middle - a)[0][:, None, None], dy + (middle - a)[1][:, None, None]
+        ux, uy = (across[i][:, None, None] for i in range(2))
+        squared = np.maximum(_squared(ux, uy), 1)
+        share = np.clip(dx * ux + dy * uy, 0, squared)  # of the way to b, times the squared length
+        self._draw(at, dx - ux * share // squared, dy - uy * share // squared, radius, level, fade)
+
+    def rings(self, centre: np.ndarray, radius: int, hole: int, level: int) -> None:
+        """One ring an image, over what is there, with nothing in its hole: centre int32 [2, M]."""
+        dx, dy, at = self._patch(centre, radius)
+        outer, inner = (_covered(dx, dy, reach, UNIT) for reach in (radius, hole))
+        self._pixels[at] = ((UNIT - outer) * self._pixels[at] + (outer - inner) * level) // UNIT
+
     def images(self) -> np.ndarray:
         """uint8 [M, size, size, 1], contiguous."""
+        return np.ascontiguousarray(self._inner())[..., None]
+
+    def _inner(self) -> np.ndarray:
         inner = slice(self._margin, self._margin + self._size)
-        square = self._pixels.reshape(-1, self._side, self._side)
-        return np.ascontiguousarray(square[:, inner, inner])[..., None]
+        return self._pixels.reshape(-1, self._side, self._side)[:, inner, inner]
 
     def _patch(self, centre: np.ndarray, radius: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets x [M, 1, p] and y [M, p, 1] of the pixels around `centre`, and where they are [M, p, p]."""
@@ -145,8 +184,13 @@ class Canvas:
         dy = y * UNIT - centre[1][:, None]
         return dx[:, None, :], dy[:, :, None], at
 
-    def _draw(self, at: np.ndarray, dx: np.ndarray, dy: np.ndarray, radius: int, level: int) -> None:
-        # IEEE 754 prescribes every bit of a square root, so that this float is exact
-        distance = np.sqrt(_squared(dx, dy).astype(np.float64)).astype(np.int32)
-        values = np.clip(UNIT // 2 + radius - distance, 0, UNIT) * level // UNIT
+    def _draw(self, at: np.ndarray, dx: np.ndarray, dy: np.ndarray, radius: int, level: int, fade: int = UNIT) -> None:
+        values = _covered(dx, dy, radius, fade) * level // fade
         self._pixels[at] = np.maximum(self._pixels[at], values.astype(np.uint8))
+
+
+def _covered(dx: np.ndarray, dy: np.ndarray, radius: int, fade: int) -> np.ndarray:
+    """How far inside `radius` an offset is: from 0 outside to `fade`."""
+    # IEEE 754 prescribes every bit of a square root, so that this float is exact
+    distance = np.sqrt(_squared(dx, dy).astype(np.float64)).astype(np.int32)
+    return np.clip(fade // 2 + radius - distance, 0, fade)

@@ -3,20 +3,17 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from cssm.config import Config, UserError
-from cssm.data.decode import DRAWS, central, photo, random_part
-from cssm.data.draw import bits, fold
+from cssm.data.decode import photo, view
 from cssm.data.examples import FileSource
 from cssm.data.pipeline import Outline
 from cssm.data.splits import SPLITS, hold_back, order_keys, shares
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-CROP = 1  # stream of random numbers
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,14 @@ def folder_source(config: Config, split: str, progress: Callable[[int, int], Non
     in the middle. No more than config.max_train_examples or max_eval_examples.
     """
     root, size = _root(config), config.image_size
-    assert size is not None, "the recipe has one"
+    crop_scale, flip = config.crop_scale, config.flip
+    assert size is not None and crop_scale is not None and flip is not None, "the recipe has them"
     found = listing(root)
     limit = config.max_train_examples if split == "train" else config.max_eval_examples
     files, labels = found.files[split][:limit], found.labels[split]
 
     def read(index: int, epoch: int | None) -> tuple[np.ndarray, int]:
-        box_of, mirrored = central, False
-        if epoch is not None:
-            numbers = _uniform(config.seed, epoch, index)
-            mirrored = bool(config.flip and numbers[0] < 0.5)
-            if config.crop_scale < 1:
-                box_of = partial(random_part, least=config.crop_scale, numbers=numbers[1:].tolist())
+        box_of, mirrored = view(config.seed, epoch, index, crop_scale, flip)
         return photo(root / files[index], size, box_of, mirrored), int(labels[index])
 
     return FileSource(
@@ -193,11 +186,3 @@ def _entries(folder: Path, folders: dict[str, int]) -> Iterator[os.DirEntry[str]
             yield from (entry for entry in entries if not entry.name.startswith("."))
     except OSError as error:
         raise UserError(f"--data_dir: {folder} cannot be read, {error.strerror}") from error
-
-
-def _uniform(seed: int, epoch: int, index: int) -> np.ndarray:
-    """Random numbers of an example in an epoch, float64 in [0, 1): one for the mirror, DRAWS for the crop."""
-    key = np.zeros(1, np.uint64)
-    for word in (CROP, seed, epoch, index):
-        key = fold(key, word)
-    return (bits(key, 0, 1 + DRAWS)[0] >> np.uint64(11)) * 2.0**-53

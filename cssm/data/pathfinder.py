@@ -5,33 +5,16 @@ Unlike in the published images, marker distance, place and the line ends at the 
 in both classes (scenes.py says how); there, a rule on marker distance alone finds up to 86% of the labels.
 """
 
-import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from cssm.config import Config, UserError
-from cssm.data.draw import UNIT, Canvas, along, fold
-from cssm.data.pipeline import Outline
-from cssm.data.records import ArraySource, cached_arrays
+from cssm.config import UserError
+from cssm.data.draw import UNIT, Canvas, along, balanced, fold
 from cssm.data.scenes import Scenes, Shape, grow
 
 VERSION = 1  # of the generator: raise it whenever an image changes
-DATA_SEED = 2018  # of the images, not of the run: every --seed trains on the same ones and shares their cache
 SPLITS = ("train", "val", "test")  # hashed into every image: no two splits have an image in common
-NUM_IMAGES = {  # unless --max_train_examples or --max_eval_examples ask for fewer
-    "easy": {"train": 20_000, "val": 2_000, "test": 2_000},
-    "6": {"train": 50_000, "val": 5_000, "test": 5_000},
-    "9": {"train": 100_000, "val": 5_000, "test": 5_000},
-    "14": {"train": 100_000, "val": 5_000, "test": 5_000},
-    "20": {"train": 100_000, "val": 5_000, "test": 5_000},
-    "25": {"train": 100_000, "val": 5_000, "test": 5_000},
-}
-BLOCK = 100  # consecutive images that hold exactly half of each class
 CHUNK = 1024  # images drawn at once: bounds memory, changes no image
 SCENE, LABEL = 0, 1  # streams of random numbers
 
@@ -55,11 +38,6 @@ class PathfinderSpec:
     contour_level: int = 180  # grey levels
     marker_level: int = 255
     version: int = VERSION
-
-    @property
-    def digest(self) -> str:
-        """12 hex digits that change with any field."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
 # The sizes at which each difficulty was designed, its usual one first; spec() scales to others. At 300 px the
@@ -146,7 +124,7 @@ def generate(
 def _chunk(spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, Geometry]:
     stream = fold(fold(np.array([spec.version], np.uint64), seed), SPLITS.index(split))
     scenes = grow(_shape(spec), fold(fold(stream, SCENE), indices.astype(np.uint64)))
-    labels = _labels(fold(stream, LABEL), indices)
+    labels = balanced(fold(stream, LABEL), indices)
     half_gap = round(spec.gap * UNIT) // 2
     points, headings = scenes.points, scenes.headings
     root = points[:, :, 0, 0] + along(headings[:, 0, 0], half_gap)
@@ -181,14 +159,6 @@ def _shape(spec: PathfinderSpec) -> Shape:
     )
 
 
-def _labels(stream: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """int32 [n]; in every block of BLOCK indices a hashed half is 1."""
-    blocks, place = np.unique(indices // BLOCK, return_inverse=True)
-    hashes = fold(fold(stream, blocks.astype(np.uint64))[:, None], np.arange(BLOCK, dtype=np.uint64))
-    rank = hashes.argsort(1, kind="stable").argsort(1, kind="stable")
-    return (rank[place, indices % BLOCK] < BLOCK // 2).astype(np.int32)
-
-
 def _render(spec: PathfinderSpec, scenes: Scenes, markers: np.ndarray) -> np.ndarray:
     length, width, radius = (round(x * UNIT) for x in (spec.length, spec.thickness, spec.marker_radius))
     reach = -(-max(length + width, 2 * radius) // (2 * UNIT))
@@ -203,37 +173,3 @@ def _render(spec: PathfinderSpec, scenes: Scenes, markers: np.ndarray) -> np.nda
     for marker in range(2):
         canvas.discs(markers[:, :, marker], radius, spec.marker_level)
     return canvas.images()
-
-
-def pathfinder_source(config: Config, split: str, progress: Callable[[int, int], None] | None = None) -> ArraySource:
-    """Pathfinder at config.pathfinder_difficulty and config.image_size, from the cache or generated into it.
-
-    No more of a split's NUM_IMAGES are generated than config.max_train_examples or max_eval_examples ask for.
-    """
-    size, folder, workers = config.image_size, config.cache_dir, config.num_workers
-    assert size is not None and folder is not None and workers is not None, "resolve() leaves none unset"
-    chosen = spec(config.pathfinder_difficulty, size)
-    limit = config.max_train_examples if split == "train" else config.max_eval_examples
-    most = NUM_IMAGES[chosen.difficulty][split]
-    n = most if limit is None else min(limit, most)
-    images, labels = cached_arrays(
-        Path(folder) / "pathfinder" / f"v{chosen.version}-{chosen.digest}" / f"{DATA_SEED}_{split}_{n}",
-        partial(_labelled, chosen, DATA_SEED, split),
-        n,
-        (chosen.image_size, chosen.image_size, 1),
-        num_workers=workers,
-        progress=progress,
-    )
-    return ArraySource(images, labels, num_classes=2)
-
-
-def pathfinder_outline(config: Config) -> Outline:
-    """What pathfinder_source gives, without making an image."""
-    assert config.image_size is not None, "resolve() leaves none unset"
-    chosen = spec(config.pathfinder_difficulty, config.image_size)
-    return Outline(2, (chosen.image_size, chosen.image_size, 1), dict(NUM_IMAGES[chosen.difficulty]))
-
-
-def _labelled(spec: PathfinderSpec, seed: int, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    images, labels, _ = generate(spec, seed, split, indices)
-    return images, labels

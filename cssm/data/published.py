@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cssm.config import Config, UserError
+from cssm.config import KNOBS, Config, UserError
 from cssm.data import shards
 from cssm.data.decode import grey, resized
 from cssm.data.examples import UNREADABLE, FileSource, check_shape, reason
@@ -125,7 +125,7 @@ def _pathfinder(config: Config, root: Path, folder: Path | None) -> Found:
     if records:
         return _of_records(shards.in_folders(records, folder), shards.still)
     if tree is None:
-        easy = " (easy is only generated: type 6, 9, 14, 20 or 25)" if difficulty == "easy" else ""
+        easy = " (easy was never published: type 6, 9, 14, 20 or 25, or prepare it)" if difficulty == "easy" else ""
         raise UserError(
             f"--data_dir {root} holds no Pathfinder of --pathfinder_difficulty {difficulty}{easy}: looked for imgs, "
             f"train/*.tfrecord, curv_contour_length_{difficulty}/imgs and difficulty_{difficulty}/train/*.tfrecord"
@@ -240,6 +240,11 @@ def _cabc(config: Config, root: Path, folder: Path | None) -> Found:
 
 
 def _pathtracker(config: Config, root: Path, folder: Path | None) -> Found:
+    if config.pathtracker_difficulty != KNOBS["pathtracker_difficulty"].default:
+        raise UserError(
+            f"--pathtracker_difficulty {config.pathtracker_difficulty} is of generated clips, and those of "
+            f"--data_dir {root} are what they are: leave one of the two out"
+        )
     flat, in_folders = shards.is_flat(root), shards.has_splits(root)
     arrays = all((root / name).is_dir() for name in "01")
     if flat + in_folders + arrays != 1:

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -15,15 +16,17 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, TextIO, TypeVar
 
 import numpy as np
 
 from cssm.config import UserError
 
-CHUNK = 1000  # examples that a worker makes at a time
+CHUNK, CHUNK_BYTES = 1000, 1 << 26  # what a worker makes at a time: so many examples, or fewer large ones
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
-Maker = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+T = TypeVar("T")
+Made = tuple[np.ndarray, np.ndarray]
+Maker = Callable[[np.ndarray], Made]
 
 
 class ArraySource:
@@ -54,7 +57,7 @@ def cached_arrays(
     folder: Path,
     make: Maker,
     n: int,
-    image_shape: tuple[int, int, int],
+    image_shape: tuple[int, ...],
     *,
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -79,11 +82,7 @@ def cached_arrays(
                     print(f"{folder} is damaged; its images are made again", file=sys.stderr, flush=True)
                 _make(folder, make, n, image_shape, num_workers, progress)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                why = "the disk is full"
-            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                why = "it is not writable"
-            else:
+            if (why := no_room(error)) is None:
                 raise
             raise UserError(
                 f"cannot keep generated images in {folder.parent}: {why}; type --cache_dir FOLDER",
@@ -93,6 +92,13 @@ def cached_arrays(
     if found is None:
         raise UserError(f"{folder} does not read back as written: type --cache_dir FOLDER", exit_code=6)
     return found
+
+
+def no_room(error: OSError) -> str | None:
+    """Why nothing can be written, in words; None for another kind of failure."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full"
+    return "it is not writable" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else None
 
 
 @contextmanager
@@ -154,16 +160,16 @@ def _make(
     folder: Path,
     make: Maker,
     n: int,
-    image_shape: tuple[int, int, int],
+    image_shape: tuple[int, ...],
     num_workers: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".building", dir=folder.parent))
     try:
         labels = np.zeros(n, np.int32)
-        chunks = [np.arange(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
-        with _file(building / "images.npy", np.uint8, (n, *image_shape)) as file:
-            for chunk, (images, labels[chunk]) in zip(chunks, _results(make, chunks, num_workers), strict=True):
+        chunks = chunks_of(n, image_shape)
+        with npy_file(building / "images.npy", np.uint8, (n, *image_shape)) as file:
+            for chunk, (images, labels[chunk]) in zip(chunks, in_workers(make, chunks, num_workers), strict=True):
                 file.write(np.ascontiguousarray(images).data)
                 if progress is not None:
                     progress(int(chunk[-1]) + 1, n)
@@ -175,15 +181,27 @@ def _make(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> BinaryIO:
-    """A .npy file open for its content; no memory map, since that ends in SIGBUS where the disk is full."""
+def npy_file(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> BinaryIO:
+    """A .npy file open for its content; no memory map, since that ends in SIGBUS where the disk is full, and not
+    written by numpy, whose error does not say that it is.
+    """
     file = path.open("wb")
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
     return file
 
 
-def _results(make: Maker, chunks: list[np.ndarray], num_workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def chunks_of(n: int, image_shape: tuple[int, ...]) -> list[np.ndarray]:
+    """The indices 0 .. n-1 in the parts in which workers make examples."""
+    size = max(1, min(CHUNK, CHUNK_BYTES // math.prod(image_shape)))
+    return [np.arange(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def in_workers(make: Callable[[np.ndarray], T], chunks: list[np.ndarray], num_workers: int) -> Iterator[T]:
+    """make(chunk) of each, in order, made by num_workers new processes (0: by this one); `make` can be pickled.
+
+    UserError where one of them is ended from outside.
+    """
     if not num_workers:
         yield from map(make, chunks)
         return
@@ -213,7 +231,7 @@ def _move(building: Path, folder: Path) -> None:
             building.rename(folder)
 
 
-def _load(folder: Path, n: int, image_shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+def _load(folder: Path, n: int, image_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
     """What a folder holds, or None where there is no folder or not what was written."""
     if not _intact(folder):
         return None

@@ -40,7 +40,7 @@ class RunningSettings:
         resume="fresh", unset="start a new run")
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
-    quiet: bool = _report(False, "print results only", resume="fresh", verbs=WITH_DEVICES)
+    quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare"))
     headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
     profile: str | None = _report(None, "write a trace of 5 steps into this folder: the 6th to the 10th, or with bench "
