@@ -3,16 +3,19 @@
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cssm.checkpoint import saved_meta
 from cssm.config import Config, UserError, resolve
+from cssm.lock import lock_file
 from cssm.resume import resume_config
 
 CHECKPOINTS = "checkpoints"
+LOCK = "run.lock"
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Run:
 
     def discard_if_unused(self) -> None:
         """Remove the directory of a new run in which no file has any content: a run refused before it began."""
-        files = [path for path in self.directory.rglob("*") if path.is_file()]
+        files = [path for path in self.directory.rglob("*") if path.is_file() and path.name != LOCK]
         if not self.resumed and not any(path.stat().st_size for path in files):
             shutil.rmtree(self.directory)
 
@@ -54,6 +57,30 @@ class Run:
 
 
 Share = Callable[[str, Callable[[], Any]], Any]
+
+
+@contextmanager
+def only_here(run: Run, share: Share) -> Iterator[tuple[str, ...]]:
+    """Keep every other program out of the run's directory; yields what a person should be told.
+
+    The processes of one job count as one: the first has the lock. Raises UserError, naming the owner, where another
+    has it (exit code 2), and where the directory cannot be written (exit code 6).
+    """
+
+    def taken(owner: str) -> None:
+        raise UserError(
+            f"the run {run.directory} is being written by {owner}: wait until that ends, stop it, or type another "
+            "--run_name"
+        )
+
+    def take() -> bool:
+        return held.enter_context(lock_file(run.directory / LOCK, taken))
+
+    with ExitStack() as held:
+        if share("lock", take):
+            yield ()
+        else:
+            yield (f"{run.directory} cannot be locked: nothing keeps a second run out of it",)
 
 
 def open_run(config: Config, typed: Mapping[str, Any], share: Share, make: bool = True) -> Run:
@@ -117,7 +144,7 @@ def _new_directory(config: Config, root: Path, make: bool) -> Path:
         return unused_directory(root, _name(config)) if make else root / _name(config)
     directory = root / config.run_name
     # With --resume auto there is no checkpoint in it: a run that ended before its first one begins anew.
-    if config.resume is None and directory.exists() and any(directory.iterdir()):
+    if config.resume is None and directory.exists() and {path.name for path in directory.iterdir()} - {LOCK}:
         raise UserError(
             f"the run directory {directory} exists already: type --resume {directory} to go on with it, "
             f"or another --run_name"

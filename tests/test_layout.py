@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "size": "config data models recipes stages",
     "meter": "",
     "signals": "config",
-    "runs": "cssm config checkpoint resume",
+    "runs": "cssm config checkpoint lock resume",
+    "lock": "",
     "resume": "config",
     "checkpoint": "cssm config",
     "report": "cssm config",
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "flops": "jaxprs",
     "liveness": "flops jaxprs",
     "jaxprs": "",
-    "data": "config",
+    "data": "config lock",
     "config": "cssm knobs flags recipes rules settings",
     "settings": "knobs recipes",
     "flags": "knobs settings",
@@ -82,7 +83,7 @@ TOP_LEVEL = {
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {"resume", "compare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data", "cli"}
-NO_JAX |= {"memory", "advice", "apart", "cards", "markdown", "peer"}
+NO_JAX |= {"memory", "advice", "apart", "cards", "lock", "markdown", "peer"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
