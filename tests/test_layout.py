@@ -26,8 +26,10 @@ MAY_IMPORT = {
     "ledger": "cssm config markdown report",
     "markdown": "",
     "cards": "",
-    "training": "cssm batch_size checkpoint config data dry_run engine meter report resume rules runs setup signals "
-    "step tracing parallel",
+    "training": "batch_size checkpoint config dry_run loop meter report runs setup signals tracing parallel",
+    "loop": "checkpoint config data engine meter nonfinite report resume setup signals step tracing watchdog parallel",
+    "nonfinite": "data rules setup step parallel",
+    "watchdog": "",
     "batch_size": "config data engine memory meter report runs setup parallel",
     "engine": "data meter setup step parallel",
     "tracing": "config",

@@ -198,7 +198,7 @@ def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tmp_pat
 
 
 def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
-    from cssm.training import Loop
+    from cssm.loop import Loop
 
     log = Loop._log
 
@@ -215,7 +215,7 @@ def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
-    with pytest.raises(UserError, match="not finite between steps") as error:
+    with pytest.raises(UserError, match="not finite at step") as error:
         start(
             tmp_path,
             "run",
@@ -228,7 +228,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
             cssm="hgru",
         )
     assert error.value.exit_code == 5
-    assert str(error.value).endswith("try a smaller --lr or --grad_clip, or --stable_transition")
+    assert str(error.value).endswith("try --nonfinite skip, a smaller --lr or --grad_clip, or --stable_transition")
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         assert not [step for step in checkpoints.steps() if step > 1]
 
@@ -259,7 +259,7 @@ def test_resuming_with_other_channels_is_refused(whole, tmp_path):
 
 @pytest.mark.slow
 def test_nothing_is_compiled_between_the_first_log_line_and_the_first_evaluation(tmp_path, monkeypatch):
-    from cssm.training import Loop
+    from cssm.loop import Loop
 
     compiled, at = [], {}
 

@@ -38,6 +38,8 @@ class RunningSettings:
     max_checkpoints: int = _checkpoint(3, "newest checkpoints to keep, besides the best", bounds="[2,)")
     resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path",
         resume="fresh", unset="start a new run")
+    stall_timeout: float = _checkpoint(1800.0, "seconds without a step, an evaluated batch or a save after which the "
+        "run ends with the stacks of all threads; compilation counts; 0 for never", bounds="[0,)", resume="fresh")
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=WITH_DEVICES)
