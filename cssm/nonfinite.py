@@ -109,7 +109,7 @@ def _search(setup: Setup, state: TrainState, step: int) -> Origin:
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(state.rng)), step - 1)
     micros = len(here) * setup.batching.grad_accum
     cut = {name: np.split(rows, micros) for name, rows in {**batch, "id": ids}.items()}
-    watched = _Watched(setup, here[0])
+    watched = Watched(setup, here[0])
     for passed in (watched.outputs, watched.gradients):
         for i in range(micros):
             device, micro = divmod(i, setup.batching.grad_accum)
@@ -120,52 +120,57 @@ def _search(setup: Setup, state: TrainState, step: int) -> Origin:
     return Origin()
 
 
-class _Watched:
+class Watched:
     """The passes of one device over a micro-batch, which tell whose outputs and gradients are not finite."""
 
     def __init__(self, setup: Setup, device: jax.Device) -> None:
-        self._config, self._model, self._names = setup.config, setup.model, []
+        self.config, self.model, self.names = setup.config, setup.model, []
         # Under pmap, as a model that normalises over devices looks for their axis.
-        self._forward = par.spmd(self._flags, [device])
+        self._forward = par.spmd(self.flags, [device])
         self._backward = par.spmd(self._gradient_flags, [device])
 
     def outputs(self, state: TrainState, part: dict[str, np.ndarray], key: jax.Array) -> Origin | None:
+        """The first module whose output is not finite."""
         flags, rows = self._run(self._forward, state, part, key)
         bad = np.flatnonzero(~flags)
         if not len(bad) and rows.all():
             return None
-        module = self._names[bad[0]] if len(bad) else "the loss"
+        module = self.names[bad[0]] if len(bad) else "the loss"
         return Origin("output", module, tuple(part["id"][~rows].tolist()))
 
     def gradients(self, state: TrainState, part: dict[str, np.ndarray], key: jax.Array) -> Origin | None:
+        """The parameter next to the loss whose gradient is not finite; after `outputs`."""
         flags = self._run(self._backward, state, part, key)
         paths = jax.tree_util.tree_leaves_with_path(flags)
         bad = [jax.tree_util.keystr(path, simple=True, separator="/") for path, finite in paths if not finite]
         if not bad:
             return None
         # Gradients flow from the last module to the first.
-        order = {name: i for i, name in enumerate(self._names)}
+        order = {name: i for i, name in enumerate(self.names)}
         return Origin("gradient", max(bad, key=lambda path: order.get(path.rpartition("/")[0], -1)))
 
     def _run(self, program: Any, state: TrainState, part: dict[str, np.ndarray], key: jax.Array) -> Any:
-        args = (state.params, state.batch_stats, part["image"], part["label"], key)
+        labels = (part["label"],) if program is self._backward else ()
+        args = (state.params, state.batch_stats, part["image"], key, *labels)
         stacked = jax.tree.map(lambda x: np.asarray(x)[np.newaxis], args)
         return jax.tree.map(lambda x: np.asarray(x)[0], program(*stacked))
 
     def _logits(self, params: Any, batch_stats: Any, image: jax.Array, key: jax.Array) -> Any:
         variables = {"params": params, "batch_stats": batch_stats}
         rngs = {"drop_path": jax.random.wrap_key_data(key)}
-        pixels = normalise(image, self._config.pixel_statistics)
-        return self._model.apply(variables, pixels, train=True, rngs=rngs, mutable=["batch_stats"])[0]
+        pixels = normalise(image, self.config.pixel_statistics)
+        return self.model.apply(variables, pixels, train=True, rngs=rngs, mutable=["batch_stats"])[0]
 
-    def _flags(self, params: Any, batch_stats: Any, image: jax.Array, label: jax.Array, key: jax.Array) -> Any:
-        """(whether the output of each module is finite, in the order in which they end; the loss of each example)."""
-        flags, self._names = [], []
+    def flags(self, params: Any, batch_stats: Any, image: jax.Array, key: jax.Array) -> Any:
+        """(bool [modules]: whether the output of each is finite, in the order in which they end, which is that of
+        `names`; bool [B]: whether the logits of each example are).
+        """
+        flags, self.names = [], []
 
         def watch(call, args, kwargs, context):
             result = call(*args, **kwargs)
             if context.method_name == "__call__":
-                self._names.append("/".join(context.module.path) or "the model")
+                self.names.append("/".join(context.module.path) or "the model")
                 flags.append(_finite(result))
             return result
 
@@ -174,11 +179,11 @@ class _Watched:
         return jnp.stack(flags), jnp.all(jnp.isfinite(logits), axis=-1)
 
     def _gradient_flags(self, params: Any, *args: jax.Array) -> Any:
-        batch_stats, image, label, key = args
+        batch_stats, image, key, label = args
 
         def loss(params: Any) -> jax.Array:
             logits = self._logits(params, batch_stats, image, key)
-            return score(logits, label, None, self._config.label_smoothing)[0] / math.prod(label.shape)
+            return score(logits, label, None, self.config.label_smoothing)[0] / math.prod(label.shape)
 
         return jax.tree.map(_finite, jax.grad(loss)(params))
 

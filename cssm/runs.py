@@ -30,7 +30,7 @@ class Run:
     def discard_if_unused(self) -> None:
         """Remove the directory of a new run in which no file has any content: a run refused before it began."""
         files = [path for path in self.directory.rglob("*") if path.is_file() and path.name != LOCK]
-        if not self.resumed and not any(path.stat().st_size for path in files):
+        if not self.resumed and self.directory.exists() and not any(path.stat().st_size for path in files):
             shutil.rmtree(self.directory)
 
     @property

@@ -195,7 +195,7 @@ def test_sources_keep_the_rules(guard):
 @pytest.mark.parametrize(
     "guard,module,good,bad",
     [
-        (import_order, "cssm.training", "from cssm import step, __version__", "from cssm import cli"),
+        (import_order, "cssm.setup", "from cssm import step, __version__", "from cssm import cli"),
         (import_order, "cssm.models.vit", "from cssm.models.blocks import Mlp", "import parallel.sync"),
         (
             import_order,

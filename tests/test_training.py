@@ -1,7 +1,6 @@
 """Whole runs in this process: what they leave behind, and that an interruption changes nothing."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from cssm.checkpoint import Checkpoints
 from cssm.checkpoint.step_folder import read_arrays, read_record
 from cssm.config import Config, UserError, parse_args
 from cssm.report import read_events
-from cssm.signals import Stopped
 from cssm.step import cross_entropy, normalise
 from parallel.devices import DeviceError
 
@@ -197,23 +195,6 @@ def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
-    from cssm.loop import Loop
-
-    log = Loop._log
-
-    def log_and_signal(self):
-        log(self)
-        if self.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Loop, "_log", log_and_signal)
-    with pytest.raises(Stopped, match="stopped by SIGTERM after step 2") as stopped:
-        start(tmp_path, "run")
-    assert stopped.value.exit_code == 143
-    assert [e["step"] for e in read_events(tmp_path / "run" / "metrics.jsonl") if e["event"] == "checkpoint"] == [2]
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     with pytest.raises(UserError, match="not finite at step") as error:
         start(
@@ -255,37 +236,6 @@ def test_resuming_with_other_channels_is_refused(whole, tmp_path):
     parsed = parse_args(["--resume", str(run), "--depth", "3"])
     with pytest.raises(UserError, match="--depth 3: the run to resume has 1"):
         train(parsed.config, parsed.typed)
-
-
-@pytest.mark.slow
-def test_nothing_is_compiled_between_the_first_log_line_and_the_first_evaluation(tmp_path, monkeypatch):
-    from cssm.loop import Loop
-
-    compiled, at = [], {}
-
-    def listen(name, duration, **_):
-        if name == "/jax/core/compile/backend_compile_duration":
-            compiled.append(name)
-
-    def marked(method, mark):
-        def call(self, *args):
-            if mark == "evaluation":
-                at.setdefault(mark, len(compiled))
-            result = method(self, *args)
-            if mark == "first step":
-                at.setdefault(mark, len(compiled))
-            return result
-
-        return call
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    monkeypatch.setattr(Loop, "_after_step", marked(Loop._after_step, "first step"))
-    monkeypatch.setattr(Loop, "_evaluate", marked(Loop._evaluate, "evaluation"))
-    start(tmp_path, "run", eval_every=100, log_every=100)
-    assert at["evaluation"] == at["first step"] > 0
-    at.clear()
-    go_on(tmp_path, "run", "--max_steps", "12", "--num_devices", "1")
-    assert at["evaluation"] == at["first step"]
 
 
 @pytest.mark.slow
