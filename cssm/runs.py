@@ -16,6 +16,7 @@ from cssm.resume import resume_config
 
 CHECKPOINTS = "checkpoints"
 LOCK = "run.lock"
+STORAGE = 6
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Run:
         """What is to be said where a run that goes on finds other data than it began with; `now` as the checkpoints
         keep it: {classes: names, train_examples: how many}. UserError for other classes.
         """
-        before = saved_meta(self.checkpoints).get("data", now) if self.resumed else now
+        before = saved(self.checkpoints).get("data", now) if self.resumed else now
         gone = [name for name in before["classes"] if name not in now["classes"]]
         new = [name for name in now["classes"] if name not in before["classes"]]
         if before["classes"] != now["classes"]:
@@ -108,8 +109,24 @@ def _find(config: Config, typed: Mapping[str, Any], make: bool) -> dict[str, Any
     if config.resume is not None:
         directory = _newest(root, config.run_name) if config.resume == "auto" else _at(Path(config.resume))
     if directory is not None:
-        return {"directory": str(directory), "saved": saved_meta(directory / CHECKPOINTS)["config"]}
+        return {"directory": str(directory), "saved": saved(directory / CHECKPOINTS)["config"]}
     return {"directory": str(_new_directory(_fresh(config, typed), root, make)), "saved": None}
+
+
+def saved(checkpoints: Path) -> dict[str, Any]:
+    """What the newest checkpoint keeps besides its arrays: {step, best, config, data, skipped}, the last two where it
+    was made by a version that has them. UserError (exit code 6) where a checkpoint holds something else.
+    """
+    meta = saved_meta(checkpoints)
+    forms = {"step": int, "best": dict, "config": dict}
+    optional = {"skipped": int, "data": dict}
+    right = forms.keys() <= meta.keys() and all(
+        isinstance(meta[name], form) for name, form in {**forms, **optional}.items() if name in meta
+    )
+    data = meta.get("data", {"classes": [], "train_examples": 0}) if right else {}
+    if not isinstance(data.get("classes"), list) or not isinstance(data.get("train_examples"), int):
+        raise UserError(f"the checkpoints in {checkpoints} were not made by a run: start without --resume", STORAGE)
+    return meta
 
 
 def _fresh(config: Config, typed: Mapping[str, Any]) -> Config:

@@ -10,13 +10,13 @@ from typing import IO, Any
 import jax
 
 from cssm.batch_size import with_found_batch_size
-from cssm.checkpoint import Checkpoints, saved_meta
+from cssm.checkpoint import Checkpoints
 from cssm.config import Config, UserError
 from cssm.dry_run import dry_run
 from cssm.loop import Loop
 from cssm.meter import Meter
 from cssm.report import Reporter
-from cssm.runs import Run, only_here, open_run
+from cssm.runs import Run, only_here, open_run, saved
 from cssm.setup import set_up
 from cssm.signals import StopSignals
 from cssm.tracing import check_length
@@ -73,7 +73,7 @@ def _train_here(run: Run, devices: list[jax.Device], meter: Meter, json_stream: 
 
 def _step_before(run: Run) -> int:
     """The last step of the run that goes on here, 0 for a new one."""
-    return saved_meta(run.checkpoints)["step"] if run.resumed else 0
+    return saved(run.checkpoints)["step"] if run.resumed else 0
 
 
 def _check_reached_jax(config: Config) -> None:

@@ -202,9 +202,9 @@ class Checkpoints:
             return False
         try:
             step_folder.check_files(self._folder(step))
+            old = step_folder.read_record(self._folder(step))
         except DamagedError:
             return False
-        old = step_folder.read_record(self._folder(step))
         if record["metric"] is None and record["arrays"] == old["arrays"]:
             record["metric"] = old["metric"]
         return record == old
@@ -220,7 +220,7 @@ class Checkpoints:
     def _metric(self, step: int) -> float | None:
         try:
             return step_folder.read_record(self._folder(step))["metric"]
-        except (OSError, ValueError, LookupError):  # damaged: `restore` says so, and passes over it
+        except (OSError, DamagedError):  # `restore` says so, and passes over it
             return None
 
     def _folder(self, step: int) -> Path:
@@ -243,6 +243,6 @@ def saved_meta(directory: str | Path) -> dict[str, Any]:
     for folder in sorted(folders, key=lambda entry: int(entry.name), reverse=True):
         try:
             return step_folder.read_record(folder)["meta"]
-        except (OSError, ValueError, LookupError):
+        except (OSError, DamagedError):
             continue
     raise UserError(f"there is no readable checkpoint in {directory}", STORAGE_FAULT)

@@ -77,8 +77,33 @@ def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: 
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The JSON record, as it is on disk: `check_files` tells whether it is intact."""
-    return json.loads((folder / "record" / "metadata").read_text())
+    """The JSON record, as it is on disk: {meta, metric, arrays}; `check_files` tells whether it is intact.
+
+    Raises DamagedError where it has another form; what `meta` holds is for the caller to check.
+    """
+    try:
+        record = json.loads((folder / "record" / "metadata").read_text())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError("its record cannot be read") from error
+    if not _is_record(record):
+        raise DamagedError("its record is not one of this program")
+    return record
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict) or record.keys() != {"meta", "metric", "arrays"}:
+        return False
+    metric, arrays = record["metric"], record["arrays"]
+    right = isinstance(record["meta"], dict) and isinstance(arrays, dict)
+    return right and (metric is None or type(metric) in (int, float)) and all(map(_is_array_record, arrays.values()))
+
+
+def _is_array_record(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"shape", "dtype", "sha256"}:
+        return False
+    shape, texts = entry["shape"], (entry["dtype"], entry["sha256"])
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return sizes and all(isinstance(text, str) for text in texts)
 
 
 def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, Any]) -> Leaves:
@@ -86,7 +111,10 @@ def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, 
     stored = [name for name, entry in arrays.items() if 0 not in entry["shape"]]
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     args = ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy))
-    restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
+    try:
+        restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of orbax, by what it meets
+        raise DamagedError(f"orbax cannot read it: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     empty = {name: np.zeros(entry["shape"], entry["dtype"]) for name, entry in arrays.items() if 0 in entry["shape"]}
     leaves = {**restored, **empty}
     if wrong := [name for name, entry in arrays.items() if array_record(leaves[name]) != entry]:
@@ -98,7 +126,9 @@ def check_files(folder: Path) -> None:
     """Raise DamagedError if a file of the folder is missing, added or changed."""
     try:
         expected = json.loads((folder / FILES).read_text())
-    except (FileNotFoundError, ValueError) as error:
+        if not isinstance(expected, dict):
+            raise ValueError("it is no object")
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise DamagedError(f"{FILES} cannot be read") from error
     found = _file_digests(folder)
     if wrong := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:

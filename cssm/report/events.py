@@ -114,11 +114,7 @@ def read_events(path: Path | str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     last_step, seen = 0, set()
     for line in Path(path).read_text(errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if not isinstance(event, dict) or "event" not in event:
+        if (event := _event_of(line)) is None:
             continue
         kind, step = event["event"], event.get("step", 0)
         if kind == "step" and step < last_step:
@@ -150,18 +146,23 @@ def _open_after_whole_line(path: Path) -> tuple[BinaryIO, int]:
     torn = tail.rpartition(b"\n")[2]
     if not torn:
         return file, 0
-    if _is_event(torn):
+    if _event_of(torn) is not None:
         file.write(b"\n")
         return file, 0
     file.truncate(size - len(torn))
     return file, len(torn)
 
 
-def _is_event(line: bytes) -> bool:
+def _event_of(line: str | bytes) -> dict[str, Any] | None:
+    """The event that a line holds; None for anything else."""
     try:
-        return "event" in dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        return False
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    step, split = event.get("step", 0), event.get("split")
+    return event if type(step) in (int, float) and isinstance(split, str | None) else None
 
 
 def _append_whole(file: BinaryIO, line: bytes) -> None:
