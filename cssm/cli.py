@@ -24,6 +24,7 @@ from parallel.places import local_places, place_in
 
 BUG, USAGE, OUT_OF_MEMORY, DEVICES, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 4, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+_STORAGE_ERRORS += (errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG)
 _NEEDED = ("flax", "jax", "jaxlib", "numpy", "optax", "orbax", "rich", "sklearn")
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}

@@ -184,6 +184,7 @@ class Checkpoints:
                 step_folder.write(self._checkpointer, partial, leaves, record)
                 self._remove(step)
                 partial.rename(self._folder(step))
+                step_folder.sync(self.directory)
             self._committed.append(step)
             kept = {*self.steps()[-self.max_checkpoints :], self.best()}
             for old in set(self.steps()) - kept:

@@ -8,8 +8,10 @@ The digests of the files find damage before orbax reads it: its own errors come 
 flipped bytes are no error to it at all. The digests of the arrays prove that what comes out is what went in.
 """
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def array_record(leaf: np.ndarray) -> dict[str, Any]:
 
 
 def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: dict[str, Any]) -> None:
-    """Write the folder and read it back. record["arrays"] holds `array_record` of each leaf.
+    """Write the folder, through to the disk, and read it back. record["arrays"] holds `array_record` of each leaf.
 
     Raises DamagedError if what is read differs; OSError, or orbax's ValueError, if it cannot be written.
     """
@@ -73,7 +75,21 @@ def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: 
     args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
     checkpointer.save(folder, args=args)
     (folder / FILES).write_text(json.dumps(_file_digests(folder)))
+    for path in [*folder.rglob("*"), folder]:  # what is renamed after this outlives the machine
+        sync(path)
     read_arrays(checkpointer, folder, record["arrays"])
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, as far as the file system offers that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
