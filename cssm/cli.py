@@ -7,6 +7,7 @@ processes this program is its own parent: it starts the same command again, as w
 import errno
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -51,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         code = UNREAD
     if worker is not None:
         return _part(code)
-    if code == DEVICES and "jax" in sys.modules:  # a device may hang, and jax would wait for it
+    # A device may hang, and jax would wait for it; a program may be compiling still, and XLA would crash.
+    if code in (DEVICES, *(SIGNALLED + number for number in (signal.SIGINT, signal.SIGTERM))) and "jax" in sys.modules:
         _end_at_once(code)
     return code
 
