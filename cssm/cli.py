@@ -201,7 +201,7 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
 
 def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:
     """Set what jax reads at import. --xla_flags go after the user's own XLA_FLAGS, as the last one wins."""
-    xla_flags = f"{environ.get('XLA_FLAGS', '')} {config.xla_flags or ''}".strip()
+    xla_flags = " ".join([environ.get("XLA_FLAGS", ""), *config.wanted_xla_flags]).strip()
     if xla_flags:
         environ["XLA_FLAGS"] = xla_flags
     else:

@@ -79,9 +79,10 @@ def _step_before(run: Run) -> int:
 def _check_reached_jax(config: Config) -> None:
     """The command line sets these before jax is loaded; a Python program must, or they would do nothing."""
     ways = "set it before jax is imported, or use the command line"
-    missing = [flag for flag in (config.xla_flags or "").split() if flag not in os.environ.get("XLA_FLAGS", "").split()]
+    missing = [flag for flag in config.wanted_xla_flags if flag not in os.environ.get("XLA_FLAGS", "").split()]
     if missing:
-        raise UserError(f"xla_flags {missing[0]} is not in the XLA_FLAGS variable: {ways}")
+        name = "deterministic:" if missing[0] not in (config.xla_flags or "") else "xla_flags"
+        raise UserError(f"{name} {missing[0]} is not in the XLA_FLAGS variable: {ways}")
     if config.mem_fraction and os.environ.get("XLA_CLIENT_MEM_FRACTION") != str(config.mem_fraction):
         raise UserError(f"mem_fraction {config.mem_fraction} is not in the XLA_CLIENT_MEM_FRACTION variable: {ways}")
     if config.multi_gpu == "ddp" and jax.process_count() == 1 and jax.local_device_count() > 1:

@@ -255,3 +255,5 @@ def test_what_only_the_command_line_can_do_is_refused_in_a_program(tmp_path):
             start(tmp_path, "run", **settings)
     with pytest.raises(UserError, match="XLA_FLAGS variable: set it before jax is imported"):
         start(tmp_path, "run", xla_flags="--xla_of_no_such_name=1")
+    with pytest.raises(UserError, match="deterministic: --xla_gpu_deterministic_ops=true is not in the XLA_FLAGS"):
+        start(tmp_path, "run", deterministic=True)

@@ -4,10 +4,12 @@ import errno
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -149,8 +151,7 @@ def _results(make: Maker, chunks: list[np.ndarray], num_workers: int) -> Iterato
         return
     # Started afresh: a fork of a process whose libraries run threads may hang.
     context = multiprocessing.get_context("spawn")
-    ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)  # this process hears it and stops them
-    with ProcessPoolExecutor(min(num_workers, len(chunks)), context, signal.signal, ignore_ctrl_c) as pool:
+    with ProcessPoolExecutor(min(num_workers, len(chunks)), context, _depend_on_parent) as pool:
         try:
             yield from pool.map(make, chunks)
         except BrokenProcessPool as error:
@@ -158,6 +159,13 @@ def _results(make: Maker, chunks: list[np.ndarray], num_workers: int) -> Iterato
                 f"one of {num_workers} worker processes was ended from outside, perhaps for want of memory: "
                 "type --num_workers 0 to make the images in this process"
             ) from error
+
+
+def _depend_on_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and end with it, however it ends, instead of waiting for its orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), name="parent watch", daemon=True).start()
 
 
 def _move(building: Path, folder: Path) -> None:

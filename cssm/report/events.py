@@ -11,6 +11,7 @@ from cssm.config import UserError
 
 SCHEMA = 1
 METRICS = "metrics.jsonl"
+STORAGE = 6
 BLOCK = 2**16
 OF_A_STEP = ("step", "eval", "checkpoint")
 NOT_SCALARS = ("step", "epoch", "count")
@@ -39,7 +40,7 @@ class EventLog:
     def __init__(self, run_dir: Path | None, stream: IO[str] | None = None, tensorboard: bool = False):
         self._tensorboard = TensorBoard(run_dir / "logs") if run_dir is not None and tensorboard else None
         self._file, self.cut_bytes = (None, 0) if run_dir is None else _open_after_whole_line(run_dir / METRICS)
-        self._stream = stream
+        self._path, self._stream = run_dir and run_dir / METRICS, stream
         self._schema: dict[str, int] = {"schema": SCHEMA}
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
@@ -51,6 +52,8 @@ class EventLog:
             _append_whole(self._file, text.encode())
             if kind == "checkpoint":  # what led to it outlives the machine, as it does
                 os.fsync(self._file.fileno())
+            if not os.fstat(self._file.fileno()).st_nlink:  # it is written to still, and no one would read it
+                raise UserError(f"{self._path} was deleted while the run wrote to it: what it told is lost", STORAGE)
         if self._stream is not None:
             self._stream.write(text)
             self._stream.flush()

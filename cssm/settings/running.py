@@ -25,6 +25,8 @@ class RunningSettings:
         "prefix products, step by step in log space, or in one GPU kernel; auto: reference up to 64 steps and "
         "chunked beyond",
         choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT)
+    deterministic: bool = _precision(False, "the same bits in every run, also on a GPU, where that is slower; on a CPU "
+        "it is so anyway", resume="fresh", verbs=WITH_DEVICES)
     compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
         resume="fresh", verbs=WITH_DEVICES, unset="left to JAX")
