@@ -106,9 +106,10 @@ class Reporter:
             self.line(text[:width] if text == RULE else text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record one event: config | step | eval | checkpoint | summary | devices | bench | error.
+        """Record one event: config | step | eval | checkpoint | rollback | summary | devices | bench | error.
 
-        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms.
+        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms, and nonfinite
+        where steps were left out.
         eval: split, step, loss, accuracy, count, and best=True where it is the best so far; it is printed.
         summary: any scalars, or groups of them; printed as a block.
         """
