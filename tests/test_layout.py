@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("main.py"), *ROOT.glob("cssm/**/*.py"), *ROOT.glob("parallel/**/*.py")])
-TESTS = sorted(ROOT.glob("tests/*.py"))
+TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
 # Part of the project -> the parts that it may import. A part is main, parallel, cssm (its __init__), or the
 # name that follows `cssm.`.

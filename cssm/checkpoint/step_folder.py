@@ -9,9 +9,13 @@ flipped bytes are no error to it at all. The digests of the arrays prove that wh
 """
 
 import errno
+import functools
 import hashlib
 import json
+import logging
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +32,30 @@ FILES = "files.json"
 
 def open_checkpointer() -> ocp.Checkpointer:
     """Orbax's writer and reader, for this process alone: it waits for no other, where there are several."""
+    _hush()
     here = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(here, {here}, barrier_sync_key_prefix=f"process_{here}")
     options = ocp.CompositeOptions(multiprocessing_options=alone)
     return ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=alone)
+
+
+def _hush() -> None:
+    """Let a failed save be told once, by its exception: orbax logs the traceback of each of its threads as well, and
+    their event loops are closed while TensorStore still has answers for them.
+    """
+    logging.getLogger("absl").addFilter(_of_no_thread)
+    if getattr(sys.unraisablehook, "__name__", "") != _but_closed_loops.__name__:
+        before = sys.unraisablehook
+        sys.unraisablehook = functools.wraps(_but_closed_loops)(functools.partial(_but_closed_loops, before))
+
+
+def _of_no_thread(record: logging.LogRecord) -> bool:
+    return "_SignalingThread.run() raised" not in str(record.msg)
+
+
+def _but_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)
 
 
 class DamagedError(Exception):
