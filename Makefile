@@ -1,6 +1,8 @@
 # Every target does its own set-up, once: a virtual environment in $(VENV) with the pinned, hashed requirements.
 #   make train ARGS="--arch vit"      train on every visible device
 #   make test | slow | lint           the fast tests (minutes) | the slow ones | ruff and pyright
+#   make soak                         200 random kills of one run, and 15 minutes of memory: most of an hour
+#   make audit                        look for known vulnerabilities in everything that requirements/*.txt pin
 #   make lock                         resolve requirements/*.txt anew from pyproject.toml
 #   make wheel                        build dist/cssm-*.whl
 # PYTHON=python3.12 and VENV=folder choose another interpreter and another environment.
@@ -15,11 +17,11 @@ VERSION := $(shell $(PYTHON) -c '$(MINOR)')
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/\..*//p')
 RUNTIME := $(shell [ "$(DRIVER)" -ge 580 ] 2>/dev/null && echo gpu || { [ "$(DRIVER)" -ge 525 ] 2>/dev/null && echo cuda12 || echo runtime; })
 
-.PHONY: help train test slow lint lock wheel
+.PHONY: help train test slow soak audit lint lock wheel
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 train: $(VENV)/.$(RUNTIME)-$(VERSION)
 	$(RUN) main.py $(ARGS)
@@ -29,6 +31,18 @@ test: $(VENV)/.dev-$(VERSION)
 
 slow: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m slow -n auto --maxprocesses 8 $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker
+
+KILLS ?= 200
+MINUTES ?= 15
+soak: $(VENV)/.dev-$(VERSION)
+	$(RUN) tests/faults/soak.py kills $(KILLS)
+	$(RUN) tests/faults/soak.py memory $(MINUTES)
+
+audit:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip --disable-pip-version-check install -q pip-audit
+	for file in runtime dev gpu cuda12; do \
+	  .venv-audit/bin/pip-audit --disable-pip --require-hashes -r requirements/$$file.txt || exit 1; done
 
 lint: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m ruff check

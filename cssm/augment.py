@@ -44,6 +44,11 @@ def make_augment(config: Config) -> Callable[[jax.Array, jax.Array, Batch], Batc
     return augment
 
 
+def mixed_with(batch: Batch) -> tuple[jax.Array, jax.Array] | None:
+    """(other_label, share) of an augmented batch; None where no examples are mixed."""
+    return (batch["other_label"], batch["share"]) if "share" in batch else None
+
+
 def unaugmented(config: Config) -> Config:
     """The same with none of this: for what is counted, and does not depend on it."""
     return replace(config, mixup=0.0, cutmix=0.0, random_erasing=0.0, rand_augment=None, flip=None)

@@ -7,6 +7,7 @@ processes this program is its own parent: it starts the same command again, as w
 import errno
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -24,6 +25,7 @@ from parallel.places import local_places, place_in
 
 BUG, USAGE, OUT_OF_MEMORY, DEVICES, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 4, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+_STORAGE_ERRORS += (errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG)
 _NEEDED = ("flax", "jax", "jaxlib", "numpy", "optax", "orbax", "rich", "sklearn")
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -50,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         code = UNREAD
     if worker is not None:
         return _part(code)
-    if code == DEVICES and "jax" in sys.modules:  # a device may hang, and jax would wait for it
+    # A device may hang, and jax would wait for it; a program may be compiling still, and XLA would crash.
+    if code in (DEVICES, *(SIGNALLED + number for number in (signal.SIGINT, signal.SIGTERM))) and "jax" in sys.modules:
         _end_at_once(code)
     return code
 
@@ -203,7 +206,7 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
 
 def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:
     """Set what jax reads at import. --xla_flags go after the user's own XLA_FLAGS, as the last one wins."""
-    xla_flags = f"{environ.get('XLA_FLAGS', '')} {config.xla_flags or ''}".strip()
+    xla_flags = " ".join([environ.get("XLA_FLAGS", ""), *config.wanted_xla_flags]).strip()
     if xla_flags:
         environ["XLA_FLAGS"] = xla_flags
     else:

@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 
+# No operation whose result depends on the order in which threads come, nor a choice of algorithms by their speed.
+DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)
+
+
 # The fields of a dataclass begin with those of its last base.
 @dataclasses.dataclass(frozen=True)
 class Config(
@@ -98,6 +102,11 @@ class Config(
     def pixel_statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
         """Mean and standard deviation of each channel, of pixels from 0 to 1, if the data set has its own."""
         return recipes.PIXELS.get(self.dataset)
+
+    @property
+    def wanted_xla_flags(self) -> list[str]:
+        """What must be in the XLA_FLAGS variable before jax is imported: --xla_flags, then those of --deterministic."""
+        return [*(self.xla_flags or "").split(), *(DETERMINISTIC if self.deterministic else ())]
 
 
 KNOBS: dict[str, Knob] = knobs_of(Config)

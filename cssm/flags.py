@@ -141,7 +141,7 @@ def _entries(path: str | Path) -> list[tuple[str, Any, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise UserError(f"{path} line {mark.line + 1 if mark else 1}: not YAML ({error.problem})") from None
-    except (YAMLError, UnicodeDecodeError, AssertionError, KeyError):  # the last two for %YAML 1.3
+    except (YAMLError, UnicodeDecodeError, AssertionError, KeyError, RecursionError):  # the third and fourth: %YAML 1.3
         raise UserError(f"{path} line 1: not YAML 1.2 in UTF-8") from None
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read, {error.strerror}") from None

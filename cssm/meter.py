@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 
 class Meter:
-    """Seconds by purpose, and the rate of the steps since the last `window`.
+    """Seconds by purpose, and the rate of the steps since the last `window`. now: the span of this moment, or "".
 
     Spans "compile", "evaluate", "save" are kept out of the rate of steps; "data_wait" is part of it and told apart.
     """
 
     def __init__(self) -> None:
         self.started = time.monotonic()
+        self.now = ""
         self.seconds: dict[str, float] = defaultdict(float)
         self._reset()
 
@@ -26,9 +27,11 @@ class Meter:
     def span(self, name: str) -> Iterator[None]:
         """Account the block to `name`."""
         start = time.monotonic()
+        before, self.now = self.now, name
         try:
             yield
         finally:
+            self.now = before
             took = time.monotonic() - start
             self.seconds[name] += took
             if name == "data_wait":

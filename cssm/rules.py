@@ -51,6 +51,10 @@ def check(config: "Config", knobs: Mapping[str, Knob]) -> None:
         raise UserError(f"--gpus {config.gpus}: must be device indices separated by commas, for example 0,1")
     if config.xla_flags and not all(flag.startswith("--") for flag in config.xla_flags.split()):
         raise UserError(f"--xla_flags {config.xla_flags}: each of them must begin with two dashes")
+    if config.run_name and (config.run_name in (".", "..") or set(config.run_name) & {"/", "\\", "\0"}):
+        raise UserError(
+            f"--run_name {config.run_name}: must be the name of one folder, --checkpoint_dir says where it is"
+        )
     _check_stages(config)
     _check_cell(config)
     _check_parallel(config)

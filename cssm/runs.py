@@ -3,16 +3,20 @@
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cssm.checkpoint import saved_meta
 from cssm.config import Config, UserError, resolve
+from cssm.lock import lock_file
 from cssm.resume import resume_config
 
 CHECKPOINTS = "checkpoints"
+LOCK = "run.lock"
+STORAGE = 6
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,8 @@ class Run:
 
     def discard_if_unused(self) -> None:
         """Remove the directory of a new run in which no file has any content: a run refused before it began."""
-        files = [path for path in self.directory.rglob("*") if path.is_file()]
-        if not self.resumed and not any(path.stat().st_size for path in files):
+        files = [path for path in self.directory.rglob("*") if path.is_file() and path.name != LOCK]
+        if not self.resumed and self.directory.exists() and not any(path.stat().st_size for path in files):
             shutil.rmtree(self.directory)
 
     @property
@@ -38,7 +42,7 @@ class Run:
         """What is to be said where a run that goes on finds other data than it began with; `now` as the checkpoints
         keep it: {classes: names, train_examples: how many}. UserError for other classes.
         """
-        before = saved_meta(self.checkpoints).get("data", now) if self.resumed else now
+        before = saved(self.checkpoints).get("data", now) if self.resumed else now
         gone = [name for name in before["classes"] if name not in now["classes"]]
         new = [name for name in now["classes"] if name not in before["classes"]]
         if before["classes"] != now["classes"]:
@@ -54,6 +58,30 @@ class Run:
 
 
 Share = Callable[[str, Callable[[], Any]], Any]
+
+
+@contextmanager
+def only_here(run: Run, share: Share) -> Iterator[tuple[str, ...]]:
+    """Keep every other program out of the run's directory; yields what a person should be told.
+
+    The processes of one job count as one: the first has the lock. Raises UserError, naming the owner, where another
+    has it (exit code 2), and where the directory cannot be written (exit code 6).
+    """
+
+    def taken(owner: str) -> None:
+        raise UserError(
+            f"the run {run.directory} is being written by {owner}: wait until that ends, stop it, or type another "
+            "--run_name"
+        )
+
+    def take() -> bool:
+        return held.enter_context(lock_file(run.directory / LOCK, taken))
+
+    with ExitStack() as held:
+        if share("lock", take):
+            yield ()
+        else:
+            yield (f"{run.directory} cannot be locked: nothing keeps a second run out of it",)
 
 
 def open_run(config: Config, typed: Mapping[str, Any], share: Share, make: bool = True) -> Run:
@@ -81,8 +109,24 @@ def _find(config: Config, typed: Mapping[str, Any], make: bool) -> dict[str, Any
     if config.resume is not None:
         directory = _newest(root, config.run_name) if config.resume == "auto" else _at(Path(config.resume))
     if directory is not None:
-        return {"directory": str(directory), "saved": saved_meta(directory / CHECKPOINTS)["config"]}
+        return {"directory": str(directory), "saved": saved(directory / CHECKPOINTS)["config"]}
     return {"directory": str(_new_directory(_fresh(config, typed), root, make)), "saved": None}
+
+
+def saved(checkpoints: Path) -> dict[str, Any]:
+    """What the newest checkpoint keeps besides its arrays: {step, best, config, data, skipped}, the last two where it
+    was made by a version that has them. UserError (exit code 6) where a checkpoint holds something else.
+    """
+    meta = saved_meta(checkpoints)
+    forms = {"step": int, "best": dict, "config": dict}
+    optional = {"skipped": int, "data": dict}
+    right = forms.keys() <= meta.keys() and all(
+        isinstance(meta[name], form) for name, form in {**forms, **optional}.items() if name in meta
+    )
+    data = meta.get("data", {"classes": [], "train_examples": 0}) if right else {}
+    if not isinstance(data.get("classes"), list) or not isinstance(data.get("train_examples"), int):
+        raise UserError(f"the checkpoints in {checkpoints} were not made by a run: start without --resume", STORAGE)
+    return meta
 
 
 def _fresh(config: Config, typed: Mapping[str, Any]) -> Config:
@@ -117,7 +161,7 @@ def _new_directory(config: Config, root: Path, make: bool) -> Path:
         return unused_directory(root, _name(config)) if make else root / _name(config)
     directory = root / config.run_name
     # With --resume auto there is no checkpoint in it: a run that ended before its first one begins anew.
-    if config.resume is None and directory.exists() and any(directory.iterdir()):
+    if config.resume is None and directory.exists() and {path.name for path in directory.iterdir()} - {LOCK}:
         raise UserError(
             f"the run directory {directory} exists already: type --resume {directory} to go on with it, "
             f"or another --run_name"

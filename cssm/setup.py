@@ -23,6 +23,7 @@ from cssm.size import fitted
 from cssm.step import TrainState, init_state
 from parallel import devices as par
 from parallel import job
+from parallel.selftest import collective_self_test
 from parallel.sharded import ShardedParams, gather, make_strategy
 from parallel.sync import Replicated
 
@@ -99,10 +100,9 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
     epoch_steps = steps_per_epoch(outline.examples["train"], batching.effective)
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)
-    lr, note = scaled_lr(config, batching.effective)
+    schedule, note = _schedule(config, batching, epoch_steps, total_steps)
     if note:
         report.line(f"note: {note}")
-    schedule = make_schedule(replace(config, lr=lr), total_steps, _warmup_steps(config, epoch_steps, total_steps))
     strategy = make_strategy(config.shard, config.sync_backend, devices, config.grad_clip)
     num_classes, bn_axis = outline.num_classes, par.AXIS if config.sync_bn else None
     return Setup(
@@ -119,6 +119,24 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         epoch_steps=epoch_steps,
         total_steps=total_steps,
     )
+
+
+def with_lr(setup: Setup, lr: float) -> Setup:
+    """The same run with another peak learning rate."""
+    config = replace(setup.config, lr=lr)
+    schedule, _ = _schedule(config, setup.batching, setup.epoch_steps, setup.total_steps)
+    run = replace(setup.run, config=config)
+    return replace(setup, run=run, schedule=schedule, tx=make_optimizer(config, schedule))
+
+
+def check_collectives(setup: Setup, shapes: TrainState) -> None:
+    """One reduction as large as the gradient's: what does not work shows here, and not as a run that hangs. shapes: of
+    the whole state.
+    """
+    timeout_s = setup.config.self_test_timeout
+    if len(setup.devices) > 1 and setup.config.sync_backend != "cpu" and timeout_s:
+        size_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params))
+        collective_self_test(setup.devices, size_bytes, timeout_s)
 
 
 def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
@@ -184,6 +202,15 @@ def load_split(config: Config, split: str, report: Reporter) -> Source:
     """The train, val or test split; the report shows how far it is."""
     with report.busy(f"preparing {config.dataset} {split}") as count:
         return data.load(config, split, count)
+
+
+def _schedule(
+    config: Config, batching: par.Batching, epoch_steps: int, total_steps: int
+) -> tuple[optax.Schedule, str | None]:
+    """The learning rate by step, and what is to be said of it."""
+    lr, note = scaled_lr(config, batching.effective)
+    warmup_steps = _warmup_steps(config, epoch_steps, total_steps)
+    return make_schedule(replace(config, lr=lr), total_steps, warmup_steps), note
 
 
 def _warmup_steps(config: Config, epoch_steps: int, total_steps: int) -> int:

@@ -4,6 +4,7 @@ All functions are pure and run inside `parallel.devices.spmd`, where AXIS names 
 device's share. Between the halves of a step the strategy (parallel.sync) makes one gradient of all devices'.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from cssm.augment import make_augment
+from cssm.augment import make_augment, mixed_with
 from cssm.config import Config
 from cssm.models import in_block
 from parallel.devices import AXIS, sum_over_devices, unreplicate
@@ -38,22 +39,40 @@ class TrainState(struct.PyTreeNode):
 
 
 class Sums(struct.PyTreeNode):
-    """Totals over a device's own examples (loss, correct, count), and over steps (grad_norm, steps) of all devices."""
+    """Totals over a device's own examples (loss, correct, count), and over steps (grad_norm, steps) of all devices.
+
+    nonfinite: how many of the steps changed nothing because of a loss or gradient that was not finite; they add to no
+    other total but steps. first_nonfinite: the number of the first of them, 0 if there is none.
+    """
 
     loss: jax.Array
     correct: jax.Array
     count: jax.Array
     grad_norm: jax.Array
     steps: jax.Array
+    nonfinite: jax.Array
+    first_nonfinite: jax.Array
 
     @classmethod
     def zeros(cls) -> "Sums":
         """No example seen yet; numpy-compatible scalars."""
         f, i = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-        return cls(loss=f, correct=i, count=i, grad_norm=f, steps=i)
+        return cls(loss=f, correct=i, count=i, grad_norm=f, steps=i, nonfinite=i, first_nonfinite=i)
 
-    def __add__(self, other: "Sums") -> "Sums":
-        return jax.tree.map(jnp.add, self, other)
+    def counted(self, loss: jax.Array, correct: jax.Array, count: jax.Array) -> "Sums":
+        """With one batch of evaluation more."""
+        return self.replace(loss=self.loss + loss, correct=self.correct + correct, count=self.count + count)
+
+    def stepped(self, own: Tree, grad_norm: jax.Array, held: jax.Array, step: jax.Array) -> "Sums":
+        """With one step more, of number `step`; own: (loss, correct, count); held: whether it changed nothing."""
+        loss, correct, count, norm = jax.tree.map(lambda x: jnp.where(held, jnp.zeros_like(x), x), (*own, grad_norm))
+        first = jnp.where(held & (self.nonfinite == 0), step, self.first_nonfinite)
+        return self.counted(loss, correct, count).replace(
+            grad_norm=self.grad_norm + norm,
+            steps=self.steps + 1,
+            nonfinite=self.nonfinite + held.astype(jnp.int32),
+            first_nonfinite=first,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,17 +84,21 @@ class Totals:
     count: int
     grad_norm: float
     steps: int
+    nonfinite: int = 0
+    first_nonfinite: int = 0
 
     @classmethod
     def of(cls, sums: Sums, devices: Sequence[jax.Device]) -> "Totals":
         """Wait for the devices, and add up what each has seen; all processes must call it."""
         loss, correct, count = sum_over_devices((sums.loss, sums.correct, sums.count), devices)
-        grad_norm, steps = unreplicate((sums.grad_norm, sums.steps))
-        return cls(float(loss), int(correct), int(count), float(grad_norm), int(steps))
+        grad_norm, *counts = unreplicate((sums.grad_norm, sums.steps, sums.nonfinite, sums.first_nonfinite))
+        return cls(float(loss), int(correct), int(count), float(grad_norm), *map(int, counts))
 
     @property
     def means(self) -> dict[str, float]:
-        """Loss and accuracy of an example."""
+        """Loss and accuracy of an example, nan where there was none."""
+        if not self.count:
+            return {"loss": math.nan, "accuracy": math.nan}
         return {"loss": self.loss / self.count, "accuracy": self.correct / self.count}
 
 
@@ -123,8 +146,7 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
             rngs={"drop_path": key},
             mutable=["batch_stats"],
         )
-        mixed = (micro["other_label"], micro["share"]) if "share" in micro else None
-        own = score(logits, micro["label"], micro.get("mask"), config.label_smoothing, mixed)
+        own = score(logits, micro["label"], micro.get("mask"), config.label_smoothing, mixed_with(micro))
         return own[0] / micro["label"].size, (own, updates.get("batch_stats", {}))
 
     grad_fn, augment = jax.grad(loss_fn, has_aux=True), make_augment(config)
@@ -159,7 +181,7 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
         shared = {"batch_stats": batch_stats}
         if "mask" in batch:
             shared["share"] = jnp.mean(batch["mask"])
-        return grads, shared, own
+        return _spoilt(grads, own[0]), shared, own
 
     return backward
 
@@ -167,22 +189,30 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
 def make_finish(tx: optax.GradientTransformation, strategy: Replicated, config: Config) -> Callable:
     """(state, sums, grads, shared, own) -> (state, sums): the second half of a step, the update.
 
+    A step whose gradient or loss is not finite changes nothing but the number of steps, and with --nonfinite stop or
+    rollback not even that; nor do the steps after it, until the sums begin anew: the state stays as that step found it.
+
     grads and shared are averaged over devices. The mean over devices of gradients of means, divided by the share of
     examples that count, is the gradient of the mean over all examples that count, however they are spread.
     """
+    skips = config.nonfinite == "skip"
 
     def finish(state: TrainState, sums: Sums, grads: Tree, shared: Tree, own: Tree) -> tuple[TrainState, Sums]:
         if "share" in shared:
             grads = jax.tree.map(lambda g: g / shared["share"], grads)
         params, opt_state, grad_norm = strategy.apply(tx, grads, state.params, state.opt_state)
-        state = state.replace(
+        new = state.replace(
             step=state.step + 1,
             params=params,
             batch_stats=shared["batch_stats"],
             opt_state=opt_state,
             ema_params=_ema(state, params, config.ema_decay),
         )
-        return state, sums + Sums(*own, grad_norm=grad_norm, steps=jnp.ones((), jnp.int32))
+        # The norm is that of all devices' gradients, so that all decide alike.
+        bad = ~jnp.isfinite(grad_norm)
+        held = bad if skips else bad | (sums.nonfinite > 0)
+        kept = jax.tree.map(lambda a, b: jnp.where(held, a, b), state, new)
+        return kept.replace(step=new.step) if skips else kept, sums.stepped(own, grad_norm, held, state.step + 1)
 
     return finish
 
@@ -193,10 +223,17 @@ def make_eval_step(model: nn.Module, strategy: Replicated, config: Config) -> Ca
     def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
         variables = {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats}
         logits: Any = model.apply(variables, normalise(batch["image"], config.pixel_statistics), train=False)
-        own = score(logits, batch["label"], batch["mask"], 0.0)
-        return sums + Sums(*own, grad_norm=jnp.zeros(()), steps=jnp.ones((), jnp.int32))
+        return sums.counted(*score(logits, batch["label"], batch["mask"], 0.0))
 
     return eval_step
+
+
+def _spoilt(grads: Tree, loss: jax.Array) -> Tree:
+    """The gradients as they are, or not finite where the loss is not: their reduction then tells all devices."""
+    leaves, treedef = jax.tree.flatten(grads)
+    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    leaves[smallest] = jnp.where(jnp.isfinite(loss), leaves[smallest], jnp.nan)
+    return treedef.unflatten(leaves)
 
 
 def score(

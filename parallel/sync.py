@@ -132,6 +132,7 @@ def host_mean(tree: Tree) -> Tree:
 
     def mean(rows: np.ndarray) -> np.ndarray:
         wide = np.complex128 if np.iscomplexobj(rows) else np.float64
-        return rows.astype(wide).mean(axis=0).astype(rows.dtype)
+        with np.errstate(invalid="ignore", over="ignore"):  # the step sees to what is not finite
+            return rows.astype(wide).mean(axis=0).astype(rows.dtype)
 
     return jax.tree.map(mean, jax.device_get(tree))

@@ -220,6 +220,7 @@ class TestExplain:
         ([], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": "--xla_a=1"}),
         (["--xla_flags=--xla_b=2"], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": "--xla_a=1 --xla_b=2"}),
         (["--xla_flags=--xla_b=2"], {}, {"XLA_FLAGS": "--xla_b=2"}),
+        (["--deterministic"], {"XLA_FLAGS": "--a"}, {"XLA_FLAGS": "--a --xla_gpu_deterministic_ops=true"}),
         ([], {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu"}),
         (["--platform=gpu"], {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda"}),
         (["--platform=cpu"], {}, {"JAX_PLATFORMS": "cpu"}),

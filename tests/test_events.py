@@ -1,5 +1,6 @@
 """The record of a run: valid JSON line by line, and one course of events however often it was interrupted."""
 
+import errno
 import io
 import json
 import math
@@ -64,14 +65,51 @@ def test_what_is_no_json_is_refused():
         json.dumps(jsonable({"a": object()}))
 
 
-@pytest.mark.parametrize("torn", ['{"event": "step", "st', '{"event": "step", "step": 3}', "\0\0", "7", '{"a": 1}'])
-def test_a_torn_line_is_skipped_and_the_next_event_stands_alone(tmp_path, torn):
+@pytest.mark.parametrize(
+    "torn", ['{"event": "step", "st', '{"event": "step", "step": 3}', "\0\0", "7", '{"a": 1}', "[1]", "x" * 200_000]
+)
+def test_a_torn_line_is_cut_and_the_next_event_stands_alone(tmp_path, torn):
     path = log(tmp_path, *steps("first", 1, 2))
+    before = path.read_text()
     with path.open("a") as file:
         file.write(torn)
+    out = EventLog(tmp_path)
+    whole = torn.endswith("3}")
+    assert out.cut_bytes == (0 if whole else len(torn))
+    out.write(*steps("second", 4)[0])
+    out.close()
+    assert path.read_text().startswith(before)
+    assert all(json.loads(line)["event"] == "step" for line in path.read_text().splitlines())
+    middle = [("step", 3, None)] if whole else []
+    assert course(path) == [("step", 1, "first"), ("step", 2, "first"), *middle, ("step", 4, "second")]
+
+
+def test_a_torn_line_in_the_middle_is_skipped_by_the_reader(tmp_path):
+    path = log(tmp_path, *steps("first", 1))
+    path.write_text(path.read_text() + '{"event": "step", "st\n\0\0\n7\n')
     log(tmp_path, *steps("second", 4))
-    whole = [("step", 3, None)] if torn.endswith("3}") else []
-    assert course(path) == [("step", 1, "first"), ("step", 2, "first"), *whole, ("step", 4, "second")]
+    assert course(path) == [("step", 1, "first"), ("step", 4, "second")]
+
+
+def test_a_disk_that_is_full_halfway_through_a_line_leaves_none_of_it(tmp_path):
+    path = log(tmp_path, *steps("first", 1))
+    before = path.read_bytes()
+
+    class Full(io.FileIO):
+        """Takes ten bytes and no more."""
+
+        def write(self, data):
+            if self.tell() > len(before):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:10])
+
+    out = EventLog(tmp_path)
+    out._file.close()
+    out._file = Full(path, "a")
+    with pytest.raises(OSError, match="No space left"):
+        out.write(*steps("second", 2)[0])
+    out.close()
+    assert path.read_bytes() == before
 
 
 def test_appending_adds_no_empty_line(tmp_path):
@@ -138,7 +176,7 @@ def test_tensorboard_gets_the_scalars(tmp_path):
 
 
 def test_tensorboard_without_its_library_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with pytest.raises(UserError, match=r"--tensorboard needs .*pip install tensorboardX"):
         EventLog(tmp_path / "run", tensorboard=True)
     assert not (tmp_path / "run").exists()

@@ -53,10 +53,10 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_table_of_exit_codes_is_that_of_the_program():
-    from cssm import cli, training
+    from cssm import cli, nonfinite
 
     documented = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", README, re.MULTILINE) for code in row.split(",")}
-    codes = {0, cli.BUG, cli.USAGE, cli.OUT_OF_MEMORY, cli.DEVICES, training.NON_FINITE, cli.STORAGE, cli.UNREAD}
+    codes = {0, cli.BUG, cli.USAGE, cli.OUT_OF_MEMORY, cli.DEVICES, nonfinite.NON_FINITE, cli.STORAGE, cli.UNREAD}
     codes |= {cli.INTERRUPTED, 143}
     assert documented == codes
 

@@ -163,29 +163,6 @@ def test_without_locks_two_that_make_at_once_end_with_one_intact_copy(tmp_path, 
     assert _files(tmp_path) == ["cache", "cache/images.npy", "cache/index.json", "cache/labels.npy"]
 
 
-def test_a_lock_on_a_file_that_its_owner_has_removed_does_not_count(tmp_path, monkeypatch):
-    locked = []
-
-    def lock(file: object, path: Path) -> bool:
-        locked.append(path)
-        if len(locked) == 1:
-            path.unlink()
-        return True
-
-    monkeypatch.setattr(records, "_lock", lock)
-    cached_arrays(tmp_path / "cache", partial(_make, None), 20, SHAPE)
-    assert len(locked) == 2
-
-
-def test_another_failure_to_lock_is_not_taken_for_that(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        cached_arrays(tmp_path / "cache", partial(_make, None), 20, SHAPE)
-
-
 def test_workers_make_the_same_without_jax(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "CHUNK", 4)
     images, seen = cached_arrays(tmp_path / "cache", _is_jax_here, 10, (32, 32, 1), num_workers=2)

@@ -9,7 +9,7 @@ from cssm.config import KNOBS, Config, UserError, warnings_for
 from cssm.settings.data import FILES, GENERATED
 
 # Another value than the default, for each type of setting that has no choices.
-OTHER = {int: 8, float: 0.5, bool: True, str: "x"}
+OTHER = {int: 8, float: 0.25, bool: True, str: "x"}
 
 
 def refusal(**settings) -> str:

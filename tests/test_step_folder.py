@@ -37,7 +37,8 @@ def checkpointer():
 
 
 def record_of(leaves):
-    return {"arrays": {name: step_folder.array_record(leaf) for name, leaf in leaves.items()}}
+    arrays = {name: step_folder.array_record(leaf) for name, leaf in leaves.items()}
+    return {"meta": {}, "metric": None, "arrays": arrays}
 
 
 def test_every_dtype_comes_back_bit_for_bit(checkpointer, tmp_path):

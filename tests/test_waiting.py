@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cssm import training
 from cssm.config import Config, applicable
+from cssm.loop import Loop
 from cssm.step import Totals
 from cssm.waiting import Waiting, advice, waited
 
@@ -62,9 +62,9 @@ def test_what_is_advised_applies(settings, named, others):
 def test_a_run_tells_it_in_an_event_and_in_a_line(monkeypatch):
     events, lines, config = [], [], Config(num_workers=1)
     totals = Totals(loss=1.0, correct=1, count=1, grad_norm=1.0, steps=30)
-    monkeypatch.setattr(training.Loop, "_checked_window", lambda self: totals)
-    monkeypatch.setattr(training.Loop, "_learning_rate", lambda self: 0.1)
-    loop = object.__new__(training.Loop)
+    monkeypatch.setattr(Loop, "_checked_window", lambda self: totals)
+    monkeypatch.setattr(Loop, "_learning_rate", lambda self: 0.1)
+    loop = object.__new__(Loop)
     loop.step, loop.config, loop.waiting = 30, config, Waiting()
     loop.setup = SimpleNamespace(epoch_steps=10)
     loop.engine = SimpleNamespace(reset=lambda: None)

@@ -184,6 +184,7 @@ class Checkpoints:
                 step_folder.write(self._checkpointer, partial, leaves, record)
                 self._remove(step)
                 partial.rename(self._folder(step))
+                step_folder.sync(self.directory)
             self._committed.append(step)
             kept = {*self.steps()[-self.max_checkpoints :], self.best()}
             for old in set(self.steps()) - kept:
@@ -202,9 +203,9 @@ class Checkpoints:
             return False
         try:
             step_folder.check_files(self._folder(step))
+            old = step_folder.read_record(self._folder(step))
         except DamagedError:
             return False
-        old = step_folder.read_record(self._folder(step))
         if record["metric"] is None and record["arrays"] == old["arrays"]:
             record["metric"] = old["metric"]
         return record == old
@@ -220,7 +221,7 @@ class Checkpoints:
     def _metric(self, step: int) -> float | None:
         try:
             return step_folder.read_record(self._folder(step))["metric"]
-        except (OSError, ValueError, LookupError):  # damaged: `restore` says so, and passes over it
+        except (OSError, DamagedError):  # `restore` says so, and passes over it
             return None
 
     def _folder(self, step: int) -> Path:
@@ -243,6 +244,6 @@ def saved_meta(directory: str | Path) -> dict[str, Any]:
     for folder in sorted(folders, key=lambda entry: int(entry.name), reverse=True):
         try:
             return step_folder.read_record(folder)["meta"]
-        except (OSError, ValueError, LookupError):
+        except (OSError, DamagedError):
             continue
     raise UserError(f"there is no readable checkpoint in {directory}", STORAGE_FAULT)

@@ -8,8 +8,14 @@ The digests of the files find damage before orbax reads it: its own errors come 
 flipped bytes are no error to it at all. The digests of the arrays prove that what comes out is what went in.
 """
 
+import errno
+import functools
 import hashlib
 import json
+import logging
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +32,30 @@ FILES = "files.json"
 
 def open_checkpointer() -> ocp.Checkpointer:
     """Orbax's writer and reader, for this process alone: it waits for no other, where there are several."""
+    _hush()
     here = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(here, {here}, barrier_sync_key_prefix=f"process_{here}")
     options = ocp.CompositeOptions(multiprocessing_options=alone)
     return ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=alone)
+
+
+def _hush() -> None:
+    """Let a failed save be told once, by its exception: orbax logs the traceback of each of its threads as well, and
+    their event loops are closed while TensorStore still has answers for them.
+    """
+    logging.getLogger("absl").addFilter(_of_no_thread)
+    if getattr(sys.unraisablehook, "__name__", "") != _but_closed_loops.__name__:
+        before = sys.unraisablehook
+        sys.unraisablehook = functools.wraps(_but_closed_loops)(functools.partial(_but_closed_loops, before))
+
+
+def _of_no_thread(record: logging.LogRecord) -> bool:
+    return "_SignalingThread.run() raised" not in str(record.msg)
+
+
+def _but_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)
 
 
 class DamagedError(Exception):
@@ -64,7 +90,7 @@ def array_record(leaf: np.ndarray) -> dict[str, Any]:
 
 
 def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: dict[str, Any]) -> None:
-    """Write the folder and read it back. record["arrays"] holds `array_record` of each leaf.
+    """Write the folder, through to the disk, and read it back. record["arrays"] holds `array_record` of each leaf.
 
     Raises DamagedError if what is read differs; OSError, or orbax's ValueError, if it cannot be written.
     """
@@ -73,12 +99,51 @@ def write(checkpointer: ocp.Checkpointer, folder: Path, leaves: Leaves, record: 
     args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
     checkpointer.save(folder, args=args)
     (folder / FILES).write_text(json.dumps(_file_digests(folder)))
+    for path in [*folder.rglob("*"), folder]:  # what is renamed after this outlives the machine
+        sync(path)
     read_arrays(checkpointer, folder, record["arrays"])
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, as far as the file system offers that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def read_record(folder: Path) -> dict[str, Any]:
-    """The JSON record, as it is on disk: `check_files` tells whether it is intact."""
-    return json.loads((folder / "record" / "metadata").read_text())
+    """The JSON record, as it is on disk: {meta, metric, arrays}; `check_files` tells whether it is intact.
+
+    Raises DamagedError where it has another form; what `meta` holds is for the caller to check.
+    """
+    try:
+        record = json.loads((folder / "record" / "metadata").read_text())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError("its record cannot be read") from error
+    if not _is_record(record):
+        raise DamagedError("its record is not one of this program")
+    return record
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict) or record.keys() != {"meta", "metric", "arrays"}:
+        return False
+    metric, arrays = record["metric"], record["arrays"]
+    right = isinstance(record["meta"], dict) and isinstance(arrays, dict)
+    return right and (metric is None or type(metric) in (int, float)) and all(map(_is_array_record, arrays.values()))
+
+
+def _is_array_record(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"shape", "dtype", "sha256"}:
+        return False
+    shape, texts = entry["shape"], (entry["dtype"], entry["sha256"])
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return sizes and all(isinstance(text, str) for text in texts)
 
 
 def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, Any]) -> Leaves:
@@ -86,7 +151,10 @@ def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, 
     stored = [name for name, entry in arrays.items() if 0 not in entry["shape"]]
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     args = ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy))
-    restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
+    try:
+        restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of orbax, by what it meets
+        raise DamagedError(f"orbax cannot read it: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     empty = {name: np.zeros(entry["shape"], entry["dtype"]) for name, entry in arrays.items() if 0 in entry["shape"]}
     leaves = {**restored, **empty}
     if wrong := [name for name, entry in arrays.items() if array_record(leaves[name]) != entry]:
@@ -98,7 +166,9 @@ def check_files(folder: Path) -> None:
     """Raise DamagedError if a file of the folder is missing, added or changed."""
     try:
         expected = json.loads((folder / FILES).read_text())
-    except (FileNotFoundError, ValueError) as error:
+        if not isinstance(expected, dict):
+            raise ValueError("it is no object")
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise DamagedError(f"{FILES} cannot be read") from error
     found = _file_digests(folder)
     if wrong := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:

@@ -6,24 +6,24 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
 from cssm.config import UserError
+from cssm.lock import lock_file
 
 CHUNK, CHUNK_BYTES = 1000, 1 << 26  # what a worker makes at a time: so many examples, or fewer large ones
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 T = TypeVar("T")
 Made = tuple[np.ndarray, np.ndarray]
 Maker = Callable[[np.ndarray], Made]
@@ -103,57 +103,19 @@ def no_room(error: OSError) -> str | None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Let one process at a time through, by a lock on a file beside the folder, which the system lifts when its
-    owner dies. Where there are no locks all pass, after a sentence on stderr. OSError where the file cannot be made.
-    """
-    path = folder.with_name(f"{folder.name}.lock")
-    while True:
-        # No worker inherits the descriptor, so none keeps the lock after its parent.
-        with path.open("a+", encoding="utf-8") as file:
-            locked = _lock(file, path)
-            if locked and not _is_at(file, path):
-                continue  # who had it has removed it: there may be a new one
-            if locked:
-                file.truncate(0)
-                file.write(f"process {os.getpid()} of {platform.node()}")
-                file.flush()
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+    """Let one process at a time through. Where there are no locks all pass, after a sentence on stderr."""
 
+    def waiting(owner: str) -> None:
+        print(f"waiting for {owner}, which generates {folder}", file=sys.stderr, flush=True)
 
-def _lock(file: TextIO, path: Path) -> bool:
-    """Wait for the lock, naming who has it. False where the file system, or Python, has no locks."""
-    try:
-        import fcntl  # not on Windows
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read() or "another process"
-            print(f"waiting for {owner}, which generates {path.with_suffix('')}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except (ModuleNotFoundError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
-            raise
-        print(
-            f"{path.parent} cannot be locked: of processes that need the same images each generates them",
-            file=sys.stderr,
-            flush=True,
-        )
-        return False
-    return True
-
-
-def _is_at(file: TextIO, path: Path) -> bool:
-    """Whether the open file is the one that the path names."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    with lock_file(folder.with_name(f"{folder.name}.lock"), waiting) as locked:
+        if not locked:
+            print(
+                f"{folder.parent} cannot be locked: of processes that need the same images each generates them",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield
 
 
 def _make(
@@ -207,8 +169,7 @@ def in_workers(make: Callable[[np.ndarray], T], chunks: list[np.ndarray], num_wo
         return
     # Started afresh: a fork of a process whose libraries run threads may hang.
     context = multiprocessing.get_context("spawn")
-    ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)  # this process hears it and stops them
-    with ProcessPoolExecutor(min(num_workers, len(chunks)), context, signal.signal, ignore_ctrl_c) as pool:
+    with ProcessPoolExecutor(min(num_workers, len(chunks)), context, _depend_on_parent) as pool:
         try:
             yield from pool.map(make, chunks)
         except BrokenProcessPool as error:
@@ -216,6 +177,13 @@ def in_workers(make: Callable[[np.ndarray], T], chunks: list[np.ndarray], num_wo
                 f"one of {num_workers} worker processes was ended from outside, perhaps for want of memory: "
                 "type --num_workers 0 to make the images in this process"
             ) from error
+
+
+def _depend_on_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and end with it, however it ends, instead of waiting for its orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), name="parent watch", daemon=True).start()
 
 
 def _move(building: Path, folder: Path) -> None:
@@ -235,7 +203,8 @@ def _load(folder: Path, n: int, image_shape: tuple[int, ...]) -> tuple[np.ndarra
     """What a folder holds, or None where there is no folder or not what was written."""
     if not _intact(folder):
         return None
-    images, labels = np.load(folder / "images.npy", mmap_mode="r"), np.load(folder / "labels.npy")
+    images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+    labels = np.load(folder / "labels.npy", allow_pickle=False)
     return (images, labels) if images.shape == (n, *image_shape) and labels.shape == (n,) else None
 
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cssm.report.costs import cost_lines, memory_lines, parameter_table, totals_line
-from cssm.report.events import EventLog, read_events
+from cssm.report.events import METRICS, EventLog, read_events
 from cssm.report.terminal import Bar, Task, device_lines, in_words, run_lines
 
 __all__ = ["RULE", "Reporter", "read_events"]
@@ -53,6 +53,8 @@ class Reporter:
         self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
 
     def __enter__(self) -> Self:
+        if self._events.cut_bytes:
+            self.line(f"note: {METRICS} ended within a line, which was cut off: the run was killed as it wrote")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -104,10 +106,10 @@ class Reporter:
             self.line(text[:width] if text == RULE else text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record one event: config | step | eval | checkpoint | summary | devices | bench | error.
+        """Record one event: config | step | eval | checkpoint | rollback | summary | devices | bench | error.
 
-        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms, and
-            once, where it waits much for data, a note.
+        step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms; nonfinite
+            where steps were left out, and once, where it waits much for data, a note.
         eval: split, step, loss, accuracy, count, and best=True where it is the best so far; it is printed.
         summary: any scalars, or groups of them; printed as a block.
         """
@@ -198,7 +200,7 @@ class Reporter:
         except ModuleNotFoundError as error:
             self.line(f"no curves were drawn, {error.name} is not installed: type pip install {error.name}")
             return []
-        return save_curves(read_events(self.run_dir / "metrics.jsonl"), self.run_dir / "plots", self.run_dir.name)
+        return save_curves(read_events(self.run_dir / METRICS), self.run_dir / "plots", self.run_dir.name)
 
     def _piped(self, text: str) -> None:
         """A line where nothing moves: it stands for what a terminal shows by moving."""

@@ -2,13 +2,17 @@
 
 import json
 import math
-from functools import partial
+import os
+import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from cssm.config import UserError
 
 SCHEMA = 1
+METRICS = "metrics.jsonl"
+STORAGE = 6
+BLOCK = 2**16
 OF_A_STEP = ("step", "eval", "checkpoint")
 NOT_SCALARS = ("step", "epoch", "count")
 
@@ -27,16 +31,16 @@ def jsonable(value: Any) -> Any:
 
 
 class EventLog:
-    """Writes events to <run_dir>/metrics.jsonl (appended, flushed), to a stream, and to TensorBoard (logs/).
+    """Writes events to <run_dir>/metrics.jsonl (appended whole), to a stream, and to TensorBoard (logs/).
 
-    Any of the three may be absent. Raises UserError where TensorBoard is asked for and its writer is not
-    installed; OSError where the disk refuses.
+    Any of the three may be absent. cut_bytes: the length of a line torn by a kill that was cut from the file's end.
+    Raises UserError where TensorBoard is asked for and its writer is not installed; OSError where the disk refuses.
     """
 
     def __init__(self, run_dir: Path | None, stream: IO[str] | None = None, tensorboard: bool = False):
         self._tensorboard = TensorBoard(run_dir / "logs") if run_dir is not None and tensorboard else None
-        self._file = None if run_dir is None else _open_after_whole_line(run_dir / "metrics.jsonl")
-        self._outputs = [output for output in (self._file, stream) if output is not None]
+        self._file, self.cut_bytes = (None, 0) if run_dir is None else _open_after_whole_line(run_dir / METRICS)
+        self._path, self._stream = run_dir and run_dir / METRICS, stream
         self._schema: dict[str, int] = {"schema": SCHEMA}
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
@@ -44,9 +48,15 @@ class EventLog:
         record = {"event": kind, **self._schema, **jsonable(fields)}
         self._schema = {}
         text = json.dumps(record, allow_nan=False) + "\n"
-        for output in self._outputs:
-            output.write(text)
-            output.flush()
+        if self._file is not None:
+            _append_whole(self._file, text.encode())
+            if kind == "checkpoint":  # what led to it outlives the machine, as it does
+                os.fsync(self._file.fileno())
+            if not os.fstat(self._file.fileno()).st_nlink:  # it is written to still, and no one would read it
+                raise UserError(f"{self._path} was deleted while the run wrote to it: what it told is lost", STORAGE)
+        if self._stream is not None:
+            self._stream.write(text)
+            self._stream.flush()
         if self._tensorboard and kind in ("step", "eval"):
             self._tensorboard.write("train" if kind == "step" else fields["split"], fields)
 
@@ -59,24 +69,38 @@ class EventLog:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard event files in a directory; UserError where the writer is not installed."""
+    """Scalars as TensorBoard event files in a directory; UserError where the writer is not installed.
+
+    Written by the caller's thread: tensorboardX's SummaryWriter has one of its own, and hangs when that meets a full
+    disk.
+    """
 
     def __init__(self, directory: Path):
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2, summary_pb2
         except ModuleNotFoundError as error:
             raise UserError("--tensorboard needs the package tensorboardX: type pip install tensorboardX") from error
-        self._open = partial(SummaryWriter, str(directory))
-        self._writer: SummaryWriter | None = None
+        self._directory, self._open, self._event, self._summary = directory, EventsWriter, event_pb2, summary_pb2
+        self._writer: EventsWriter | None = None
 
     def write(self, prefix: str, fields: dict[str, Any]) -> None:
-        """One scalar `<prefix>/<name>` for each number of the fields, at fields["step"]."""
-        step = int(fields["step"])
-        if self._writer is None:  # from here on a resumed run replaces what was recorded before
-            self._writer = self._open(purge_step=step)
-        for name, value in fields.items():
-            if name not in NOT_SCALARS and value is not None and not isinstance(value, str | bool):
-                self._writer.add_scalar(f"{prefix}/{name}", float(value), step)
+        """One scalar `<prefix>/<name>` for each number of the fields, at fields["step"]; OSError where it cannot be."""
+        step, event = int(fields["step"]), self._event
+        if self._writer is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._writer = self._open(str(self._directory / "events"))
+            # From here on a resumed run replaces what was recorded before.
+            start = event.SessionLog(status=event.SessionLog.START)
+            self._writer.write_event(event.Event(step=step, wall_time=time.time(), session_log=start))
+        values = [
+            self._summary.Summary.Value(tag=f"{prefix}/{name}", simple_value=float(value))
+            for name, value in fields.items()
+            if name not in NOT_SCALARS and value is not None and not isinstance(value, str | bool)
+        ]
+        summary = self._summary.Summary(value=values)
+        self._writer.write_event(event.Event(step=step, wall_time=time.time(), summary=summary))
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is pending."""
@@ -93,11 +117,7 @@ def read_events(path: Path | str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     last_step, seen = 0, set()
     for line in Path(path).read_text(errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if not isinstance(event, dict) or "event" not in event:
+        if (event := _event_of(line)) is None:
             continue
         kind, step = event["event"], event.get("step", 0)
         if kind == "step" and step < last_step:
@@ -114,13 +134,46 @@ def _key(event: dict[str, Any]) -> tuple[Any, ...]:
     return event["event"], event.get("split"), event.get("step")
 
 
-def _open_after_whole_line(path: Path) -> IO[str]:
-    """Open for appending, after ending the line that a kill may have torn: the next event stands alone."""
+def _open_after_whole_line(path: Path) -> tuple[BinaryIO, int]:
+    """(the file, open for appending, how many bytes were cut): what follows its last whole line is cut off, unless it
+    is an event that lacks but the end of its line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a+b")
-    if file.tell():
-        file.seek(-1, 2)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-    file.close()
-    return path.open("a", encoding="utf-8")
+    file = path.open("a+b", buffering=0)
+    start = size = file.seek(0, os.SEEK_END)
+    tail = b""
+    while start and b"\n" not in tail:
+        start = max(0, start - BLOCK)
+        file.seek(start)
+        tail = file.read(size - start)
+    torn = tail.rpartition(b"\n")[2]
+    if not torn:
+        return file, 0
+    if _event_of(torn) is not None:
+        file.write(b"\n")
+        return file, 0
+    file.truncate(size - len(torn))
+    return file, len(torn)
+
+
+def _event_of(line: str | bytes) -> dict[str, Any] | None:
+    """The event that a line holds; None for anything else."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    step, split = event.get("step", 0), event.get("split")
+    return event if type(step) in (int, float) and isinstance(split, str | None) else None
+
+
+def _append_whole(file: BinaryIO, line: bytes) -> None:
+    """All of the line or nothing, also where the disk is full; OSError then."""
+    size, written = file.seek(0, os.SEEK_END), 0
+    try:
+        while written < len(line):
+            written += file.write(line[written:])
+    except OSError:
+        file.truncate(size)
+        raise

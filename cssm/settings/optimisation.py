@@ -35,6 +35,12 @@ class OptimisationSettings:
     weight_decay: float = _optim(1e-4, "decoupled weight decay of the matrices", bounds="[0,)")
     grad_clip: float = _optim(1.0, "highest norm of the gradient, 0 for no limit", bounds="[0,)",
         aliases=("max_grad_norm",))
+    nonfinite: str = _train("stop", "what becomes of a step whose loss or gradient is not finite: stop ends the run, "
+        "skip leaves the step out, rollback goes on from the last checkpoint with a smaller lr",
+        choices=("stop", "skip", "rollback"))
+    rollback_factor: float = _train(0.5, "what lr is multiplied with at each rollback", bounds="(0,1)",
+        applies={"nonfinite": ("rollback",)})
+    max_rollbacks: int = _train(3, "rollbacks before the run ends", bounds="[1,)", applies={"nonfinite": ("rollback",)})
     optimizer: str = _optim("adamw", "the optimizer", choices=tuple(OPTIMIZERS), resume="fixed")
     momentum: float | None = _optim(None, "share of the momentum that is kept", bounds="[0,1)",
         applies=_rule("momentum"), unset="0.9, muon 0.95")

@@ -25,6 +25,8 @@ class RunningSettings:
         "prefix products, step by step in log space, or in one GPU kernel; auto: reference up to 64 steps and "
         "chunked beyond",
         choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT)
+    deterministic: bool = _precision(False, "the same bits in every run, also on a GPU, where that is slower; on a CPU "
+        "it is so anyway", resume="fresh", verbs=WITH_DEVICES)
     compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
         resume="fresh", verbs=WITH_DEVICES, unset="left to JAX")
@@ -38,6 +40,8 @@ class RunningSettings:
     max_checkpoints: int = _checkpoint(3, "newest checkpoints to keep, besides the best", bounds="[2,)")
     resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path",
         resume="fresh", unset="start a new run")
+    stall_timeout: float = _checkpoint(1800.0, "seconds without a step, an evaluated batch or a save after which the "
+        "run ends with the stacks of all threads; compilation counts; 0 for never", bounds="[0,)", resume="fresh")
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare"))
