@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from test_stages import ROOT, TINY
+from test_every_stage import ROOT, TINY
 from test_training import start
 
 from cssm import cli
