@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from cssm.fused_kernel import Plan, States, Tree, Work, backward_kernel, forward_kernel
+from cssm.fused_kernel import Operands, Plan, States, Tree, Work, backward_kernel, forward_kernel
 from cssm.spectral import Spectrum
 
 # Channels of a program, one warp. A Triton array holds a power of two of numbers.
 BLOCK = 128
 # Steps between kept states: more would leave the registers.
-SEGMENT = 4
+SEGMENT = 2
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
 PROGRAMS = 4096
 
@@ -45,6 +45,7 @@ def fused_scan(
     last_only: bool,
     read: Callable[[States, Any], States],
     read_gates: Tree,
+    offset: jax.Array | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """As cssm.scan.linear_scan; read_gates have as many steps as are read.
@@ -77,19 +78,19 @@ def fused_scan(
     work = Work(plan, make_step, read)
 
     @jax.custom_vjp
-    def scan(constants, gates, read_gates, inputs):
-        return _forward(work, constants, gates, read_gates, inputs, keep=False)[0]
+    def scan(operands):
+        return _forward(work, operands, keep=False)[0]
 
-    def forward(constants, gates, read_gates, inputs):
-        states, kept = _forward(work, constants, gates, read_gates, inputs, keep=True)
-        return states, (constants, gates, read_gates, inputs, kept)
+    def forward(operands):
+        states, kept = _forward(work, operands, keep=True)
+        return states, (operands, kept)
 
     def backward(residuals, d_out):
-        return _backward(work, *residuals, d_out)
+        return (_backward(work, *residuals, d_out),)
 
     scan.defvjp(forward, backward)
     constants = jax.tree.map(lambda k: jnp.broadcast_to(k, (frequencies, channels)), constants)
-    return scan(constants, gates, read_gates, inputs)
+    return scan(Operands(constants, gates, read_gates, inputs, offset))
 
 
 def _call(kernel: Callable, plan: Plan, grid: tuple[int, ...], out_shape: Tree, operands: Tree) -> Tree:
@@ -102,42 +103,45 @@ def _call(kernel: Callable, plan: Plan, grid: tuple[int, ...], out_shape: Tree, 
     )(*operands)[0]
 
 
-def _forward(
-    work: Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, keep: bool
-) -> tuple[jax.Array, jax.Array | None]:
+def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax.Array | None]:
     """(what is read, the kept states if they are to be kept, packed)."""
     plan = work.plan
     keep = keep and plan.kept > 0
-
     out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
     out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
     grid = (plan.batch, plan.frequencies, plan.blocks)
-    result = _call(forward_kernel(work, keep), plan, grid, out_shape, (constants, gates, read_gates, inputs))
+    result = _call(forward_kernel(work, keep), plan, grid, out_shape, (operands,))
     return result if keep else (result, None)
 
 
-def _backward(
-    work: Work, constants: Tree, gates: Tree, read_gates: Tree, inputs: jax.Array, kept: Any, d_out: jax.Array
-) -> tuple[Tree, Tree, Tree, jax.Array]:
-    plan = work.plan
+def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax.Array) -> Operands:
+    """The gradients of the operands."""
+    plan, inputs, offset = work.plan, operands.inputs, operands.offset
 
     def parts_of(gate):
         last = plan.blocks if gate.shape[3] == 1 else plan.channels
         return jax.ShapeDtypeStruct((plan.batch, gate.shape[1], plan.frequencies, last), plan.carry)
 
     partial = jax.ShapeDtypeStruct((plan.parts, plan.frequencies, plan.channels), plan.carry)
-    out_shape = (
-        jax.tree.map(lambda _: partial, constants),
-        jax.tree.map(parts_of, gates),
-        jax.tree.map(parts_of, read_gates),
+    out_shape = Operands(
+        jax.tree.map(lambda _: partial, operands.constants),
+        jax.tree.map(parts_of, operands.gates),
+        jax.tree.map(parts_of, operands.read_gates),
         jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
+        None,
     )
     grid = (plan.parts, plan.frequencies, plan.blocks)
-    operands = (constants, gates, read_gates, inputs, kept, d_out)
-    d_constants, d_gates, d_read, d_inputs = _call(backward_kernel(work), plan, grid, out_shape, operands)
-    d_constants = jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), d_constants, constants)
-    gathered = lambda parts, whole: jax.tree.map(_gathered, parts, whole)
-    return d_constants, gathered(d_gates, gates), gathered(d_read, read_gates), d_inputs
+    parts = _call(backward_kernel(work), plan, grid, out_shape, (operands, kept, d_out))
+    d_offset = None
+    if offset is not None:
+        d_offset = parts.inputs[:, :, 0, 0].astype(plan.carry).sum((0, 1)).astype(offset.dtype)
+    return Operands(
+        jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), parts.constants, operands.constants),
+        jax.tree.map(_gathered, parts.gates, operands.gates),
+        jax.tree.map(_gathered, parts.read_gates, operands.read_gates),
+        parts.inputs,
+        d_offset,
+    )
 
 
 def _gathered(parts: jax.Array, gate: jax.Array) -> jax.Array:

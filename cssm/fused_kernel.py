@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,16 @@ from cssm.spectral import Spectrum
 
 Tree = Any
 States = tuple[Spectrum, ...]
+
+
+class Operands(NamedTuple):
+    """What a scan is given, or its gradients, or a kernel's references to them: see cssm.scan.linear_scan."""
+
+    constants: Tree
+    gates: Tree
+    read_gates: Tree
+    inputs: Any
+    offset: Any
 
 
 @dataclass(frozen=True)
@@ -151,8 +161,12 @@ class Place:
             else:
                 self.store(d_ref, value, self.b, t, self.f)
 
-    def inputs(self, ref: Any, t: Any) -> States:
-        return self.unpack(ref, self.zero if self.plan.still else t, self.plan.num_inputs)
+    def inputs(self, refs: Operands, t: Any) -> States:
+        u = self.unpack(refs.inputs, self.zero if self.plan.still else t, self.plan.num_inputs)
+        if refs.offset is None:
+            return u
+        add = lambda i, re: re + self.load(refs.offset, number=i, where=self.f == 0)
+        return tuple(Spectrum(add(i, spectrum.re), spectrum.im) for i, spectrum in enumerate(u))
 
 
 def _repeat(times: int, body: Callable, carry: Tree) -> Tree:
@@ -164,17 +178,17 @@ def forward_kernel(work: Work, keep: bool) -> Callable:
     """One program: an example. keep: write the states that the backward pass starts from, too."""
     plan = work.plan
 
-    def kernel(constant_refs, gate_refs, read_refs, input_ref, out_refs):
+    def kernel(refs, out_refs):
         out_ref, kept_ref = out_refs if keep else (out_refs, None)
         place = Place(plan, pl.program_id(0), pl.program_id(1), pl.program_id(2))
-        here = place.constants(constant_refs)
+        here = place.constants(refs.constants)
 
         def segment(h, first, length):
             for s in range(length):
                 t = first + s
-                h = work.step(here, h, place.gates(gate_refs, t), place.inputs(input_ref, t))
+                h = work.step(here, h, place.gates(refs.gates, t), place.inputs(refs, t))
                 if not plan.last_only:
-                    place.pack(out_ref, work.read(h, place.gates(read_refs, t)), t)
+                    place.pack(out_ref, work.read(h, place.gates(refs.read_gates, t)), t)
             return h
 
         def body(i, h):
@@ -191,7 +205,7 @@ def forward_kernel(work: Work, keep: bool) -> Callable:
         left = plan.time % plan.segment
         h = segment(h, place.zero + plan.time - left, left)
         if plan.last_only:
-            place.pack(out_ref, work.read(h, place.gates(read_refs, place.zero)), place.zero)
+            place.pack(out_ref, work.read(h, place.gates(refs.read_gates, place.zero)), place.zero)
             if keep:
                 place.pack(kept_ref, h, place.zero + plan.starts)
 
@@ -203,23 +217,22 @@ def backward_kernel(work: Work) -> Callable:
     plan = work.plan
     share = plan.batch // plan.parts
 
-    def kernel(constant_refs, gate_refs, read_refs, input_ref, kept_ref, d_out_ref, out_refs):
-        d_constant_refs, d_gate_refs, d_read_refs, d_input_ref = out_refs
+    def kernel(refs, kept_ref, d_out_ref, d_refs):
         part, f, c = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
         def example(i, d_constants):
             place = Place(plan, part * share + i, f, c)
-            here = place.constants(constant_refs)
+            here = place.constants(refs.constants)
 
             def pull(dh, t, h, g):
                 """Of step t, from states h: gradients of (constants, h, gates, inputs)."""
-                u = place.inputs(input_ref, t)
+                u = place.inputs(refs, t)
                 if plan.last_only:
                     return jax.vjp(work.step, here, h, g, u)[1](dh)
-                r = place.gates(read_refs, t)
+                r = place.gates(refs.read_gates, t)
                 d_out = place.unpack(d_out_ref, t, plan.num_read)
                 *grads, dr = jax.vjp(work.whole, here, h, g, u, r)[1]((dh, d_out))
-                place.write_gates(d_read_refs, dr, read_refs, t)
+                place.write_gates(d_refs.read_gates, dr, refs.read_gates, t)
                 return grads
 
             def segment(carry, first, length, number):
@@ -230,27 +243,27 @@ def backward_kernel(work: Work) -> Callable:
                     h = place.unpack(kept_ref, before, plan.num_states, where=number > 0)
                 states, gates_at = [h], []
                 for s in range(length):
-                    gates_at.append(place.gates(gate_refs, first + s))
+                    gates_at.append(place.gates(refs.gates, first + s))
                     if s < length - 1:
-                        u = place.inputs(input_ref, first + s)
+                        u = place.inputs(refs, first + s)
                         states.append(work.step(here, states[-1], gates_at[-1], u))
                 for s in reversed(range(length)):
                     t = first + s
                     dk, dh, dg, du = pull(dh, t, states[s], gates_at[s])
                     d_constants = jax.tree.map(jnp.add, d_constants, dk)
-                    place.write_gates(d_gate_refs, dg, gate_refs, t)
+                    place.write_gates(d_refs.gates, dg, refs.gates, t)
                     if plan.still:
                         d_still = jax.tree.map(jnp.add, d_still, du)
                     else:
-                        place.pack(d_input_ref, du, t)
+                        place.pack(d_refs.inputs, du, t)
                 return dh, d_constants, d_still
 
             dh = plan.zeros()
             if plan.last_only:
                 h = place.unpack(kept_ref, place.zero + plan.starts, plan.num_states)
                 d_out = place.unpack(d_out_ref, place.zero, plan.num_read)
-                dh, dr = jax.vjp(work.read, h, place.gates(read_refs, place.zero))[1](d_out)
-                place.write_gates(d_read_refs, dr, read_refs, place.zero)
+                dh, dr = jax.vjp(work.read, h, place.gates(refs.read_gates, place.zero))[1](d_out)
+                place.write_gates(d_refs.read_gates, dr, refs.read_gates, place.zero)
             nothing = tuple(Spectrum(plan.zero(), plan.zero()) for _ in range(plan.num_inputs))
             carry = (dh, d_constants, nothing if plan.still else None)
             left = plan.time % plan.segment
@@ -263,11 +276,11 @@ def backward_kernel(work: Work) -> Callable:
 
             _, d_constants, d_still = _repeat(plan.segments, body, carry)
             if plan.still:
-                place.pack(d_input_ref, d_still, place.zero)
+                place.pack(d_refs.inputs, d_still, place.zero)
             return d_constants
 
-        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), constant_refs))
+        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), refs.constants))
         place = Place(plan, part, f, c)
-        jax.tree.map(lambda ref, v: place.store(ref, v, part, f), d_constant_refs, total)
+        jax.tree.map(lambda ref, v: place.store(ref, v, part, f), d_refs.constants, total)
 
     return kernel

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 from cssm.fused import available
 
 # Numbers of a program at a time, and columns of it where a row may be cut.
-TILE, COLUMNS = 2048, 512
+TILE, COLUMNS = 4096, 512
 # Programs that share the rows in the backward pass: each leaves a partial sum for every parameter.
 PROGRAMS = 2048
 

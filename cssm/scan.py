@@ -57,6 +57,7 @@ def linear_scan(
     stable: bool = False,
     read: Read = every_state,
     read_gates: Any = (),
+    offset: jax.Array | None = None,
 ) -> jax.Array:
     """Run the recurrence over time.
 
@@ -66,6 +67,7 @@ def linear_scan(
     gates: pytree of real arrays [B or 1, T, F or 1, C or 1].
     inputs: spectra packed, [B, T, 2, F, n C], or with one step where the input is the same at every t. With one plane
     in place of two they are real, and so are all states: their imaginary planes are zero to the step, and not returned.
+    offset [n C]: added to the real plane of the inputs at frequency 0, at every step: what is constant in space.
     stable: run `stable_step(step)` instead.
     read(h_t, read_gates_t): the spectra to return of a step, linear in h_t; read_gates as gates, with last_only of one
     step or all.
@@ -77,7 +79,9 @@ def linear_scan(
         read_gates = jax.tree.map(lambda r: r[:, -1:], read_gates)
     if method == "fused":
         make = (lambda *parts: stable_step(make_step(*parts))) if stable else make_step
-        return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates)
+        return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates, offset)
+    if offset is not None:
+        inputs = inputs.at[:, :, 0, 0].add(offset.astype(inputs.dtype))
     timed = lambda tree: jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tree)
     run = _Run(make_step(*constants), stable, counts, inputs.shape[2], inputs.dtype, num_steps, last_only, read)
     at_steps = _Timed(timed(gates), timed(inputs), timed(read_gates))

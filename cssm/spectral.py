@@ -175,6 +175,9 @@ def _left(matrix: np.ndarray, x: jax.Array) -> jax.Array:
     """matrix [J, I], x [..., J, N] -> [..., I, N]: the sum over J."""
     batch = x.reshape(-1, *x.shape[-2:])
     # With the matrix repeated for each of them, products come out where they belong: without, XLA transposes x first.
-    each = jnp.broadcast_to(jnp.asarray(matrix, x.dtype), (batch.shape[0], *matrix.shape))
-    product = jax.lax.dot_general(each, batch, (((1,), (1,)), ((0,), (0,))))
+    # Rows of a multiple of 8 numbers are what matrix units take without a copy.
+    down = int(matrix.shape[1] % 8 == 0)
+    rows = matrix if down else matrix.T
+    each = jnp.broadcast_to(jnp.asarray(rows, x.dtype), (batch.shape[0], *rows.shape))
+    product = jax.lax.dot_general(each, batch, (((2 - down,), (1,)), ((0,), (0,))))
     return product.reshape(*x.shape[:-2], *product.shape[1:])

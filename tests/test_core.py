@@ -24,18 +24,18 @@ def test_the_names_of_cells_are_those_of_the_command_line():
 def test_projecting_a_spectrum_equals_projecting_in_space():
     x, kernel, bias = randn(2, 3, 6, 7, 4), randn(4, 5, seed=1), randn(5, seed=2)
     x_hat = spectral.rfft2(x)
-    got = core.SpectralDense(5).apply({"params": {"kernel": kernel, "bias": bias}}, x_hat, 7)
-    np.testing.assert_allclose(spectral.irfft2(got, 7), x @ kernel + bias, atol=1e-5)
+    got, constant = core.SpectralDense(5).apply({"params": {"kernel": kernel, "bias": bias}}, x_hat)
+    np.testing.assert_allclose(spectral.irfft2(got, 7) + constant, x @ kernel + bias, atol=1e-5)
+    with_it = got.at[..., 0, 0, 0, :].add(6 * 7 * constant)
+    np.testing.assert_allclose(spectral.irfft2(with_it, 7), x @ kernel + bias, atol=1e-5)
 
 
-def test_reading_states_equals_a_dense_layer_on_their_concatenation():
+def test_states_side_by_side_are_projected_as_their_concatenation():
     states = [randn(2, 1, 6, 7, 4, seed=i) for i in range(3)]
     kernel, bias = randn(3, 4, 4, seed=5), randn(4, seed=6)
     maps = jnp.concatenate(states, axis=-1)
-    project = lambda *args: core.StateReadout(3, 4).apply({"params": {"kernel": kernel, "bias": bias}}, *args)
-    want = maps @ kernel.reshape(12, 4) + bias
-    np.testing.assert_allclose(spectral.irfft2(project(spectral.rfft2(maps), 7), 7), want, atol=1e-5)
-    np.testing.assert_allclose(project(maps), want, atol=1e-5)
+    got, constant = core.SpectralDense(4, states=3).apply({"params": {"kernel": kernel, "bias": bias}}, maps)
+    np.testing.assert_allclose(got + constant, maps @ kernel.reshape(12, 4) + bias, atol=1e-5)
 
 
 TIMED = ("hgru_bi", "hgru", "opponent", "gdn", "transformer", "mult_transformer", "add_kqv")

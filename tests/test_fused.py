@@ -52,20 +52,34 @@ def problem(steps, channels, still=False, batch=B):
     return hgru_bi._step, spectra(F, channels, count=2), (3, 3), gates(NAMES, batch, steps, F, 1), inputs
 
 
-def both(make_step, constants, counts, gates, inputs, last_only=False, stable=False, read=every_state, read_gates=()):
+def both(
+    make_step,
+    constants,
+    counts,
+    gates,
+    inputs,
+    last_only=False,
+    stable=False,
+    read=every_state,
+    read_gates=(),
+    offset=None,
+):
     """((what is read, gradients) of the reference, of the kernel)."""
 
     @functools.partial(jax.jit, static_argnames="method")
     def run(arrays, method):
         def loss(arrays):
-            out = linear_scan(make_step, arrays[0], counts, *arrays[1:3], method, last_only, stable, read, arrays[3])
+            constants, gates, inputs, read_gates, offset = arrays
+            out = linear_scan(
+                make_step, constants, counts, gates, inputs, method, last_only, stable, read, read_gates, offset
+            )
             # Weights of their own for every number: a mistaken place would change the sum.
             return jnp.sum(out * numbers(*out.shape)), out
 
         grads, out = jax.grad(loss, has_aux=True)(arrays)
         return out, grads
 
-    return (run((constants, gates, inputs, read_gates), method=method) for method in ("reference", "fused"))
+    return (run((constants, gates, inputs, read_gates, offset), method=method) for method in ("reference", "fused"))
 
 
 def same(*args, **kwargs):
@@ -86,7 +100,8 @@ def same(*args, **kwargs):
     ],
 )
 def test_values_and_gradients_are_those_of_the_reference(steps, channels, still, last_only):
-    same(*problem(steps, channels, still), last_only=last_only)
+    offset = numbers(3 * channels)  # added at frequency 0
+    same(*problem(steps, channels, still), last_only=last_only, offset=offset)
 
 
 def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
@@ -198,7 +213,9 @@ def test_it_lowers_for_a_gpu(monkeypatch, make_step, constants, count, names, st
 
     def loss(constants, gates, inputs, reading):
         read = gated_states(*range(count))
-        return jnp.sum(fused_scan(make_step, constants, (count, count), gates, inputs, still, read, reading, False))
+        return jnp.sum(
+            fused_scan(make_step, constants, (count, count), gates, inputs, still, read, reading, interpret=False)
+        )
 
     with on_a_gpu(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
@@ -210,6 +227,8 @@ def test_operations_are_counted_for_every_program():
     """A step of gated is 9 operations a number, and the kernel has as many programs as there are examples x F."""
     make_step, constants, inputs = gated._step, spectra(F, 4), packed(B, 8, F, 4)
     arrays = constants, gates(("decay", "write"), B, 8, F, 1), inputs
-    scan = lambda *arrays: fused_scan(make_step, arrays[0], (1, 1), *arrays[1:], False, every_state, (), False)
+    scan = lambda *arrays: fused_scan(
+        make_step, arrays[0], (1, 1), *arrays[1:], False, every_state, (), interpret=False
+    )
     counted = count_flops(scan, *(shapes_of(part, jnp.float32) for part in arrays))
     assert 10 * B * 8 * F * 4 <= counted <= 14 * B * 8 * F * 4

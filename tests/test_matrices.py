@@ -9,6 +9,7 @@ import pytest
 
 from cssm import models
 from cssm.cells import CELLS, core
+from cssm.cells.attention import SplitDense
 from cssm.config import ARCHS, Config
 from cssm.optimizers import decays, matrices
 
@@ -33,8 +34,8 @@ def mixes(module, leaf):
     """Whether the kernel of a module takes every input channel to every output channel."""
     if isinstance(module, nn.Conv):
         return module.feature_group_count == 1 and leaf.shape[-2] > 1
-    known = {core.CausalConv: False, core.SpectralKernel: False, core.SpectralDense: True, core.StateReadout: True}
-    return {nn.Dense: True, **known}[type(module)]
+    known = {core.CausalConv: False, core.SpectralKernel: False, core.SpectralDense: True, core.ActivatedDense: True}
+    return {nn.Dense: True, SplitDense: True, **known}[type(module)]
 
 
 SPECTRAL = {"kernel_domain": "spectral", "gate_type": "dense"}

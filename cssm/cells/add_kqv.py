@@ -39,11 +39,12 @@ class AddKQV(nn.Module):
         gates = core.sigmoid_gates(names, x, steps, o)
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, name="kernel")(*x.shape[2:4])
         count = len(self.chain)
-        inputs, c = core.input_spectra(x, count, o), gates.pop("C")
+        inputs, offset = core.input_spectra(x, count, o)
+        c = gates.pop("C")
         step = functools.partial(_step, chain=self.chain)
         read = core.gated_states(count - 1)
         y_hat = linear_scan(
-            step, (kernel,), (count, count), gates, inputs, o.scan, last_only, o.stable_transition, read, c
+            step, (kernel,), (count, count), gates, inputs, o.scan, last_only, o.stable_transition, read, c, offset
         )
         y = core.read_out(y_hat, 1, x.shape, o)
         return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(y)

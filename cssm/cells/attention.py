@@ -9,11 +9,31 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen import dtypes
 
 from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.fused import available
 from cssm.positions import rope
+
+
+class SplitDense(nn.Module):
+    """`parts` arrays of so many features each: what a Dense layer gives to all of them, split.
+
+    A product each: nothing of the size of x is cut, nor joined in the backward pass.
+    """
+
+    parts: int
+    features: int
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.parts * self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.parts * self.features,))
+        x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        split = (jnp.split(p, self.parts, axis=-1) for p in (kernel, bias))
+        return [x @ k + b for k, b in zip(*split, strict=True)]
 
 
 class SelfAttention(nn.Module):
@@ -36,7 +56,7 @@ class SelfAttention(nn.Module):
         channels = x.shape[-1]
         if channels % self.num_heads:
             raise ValueError(f"{self.num_heads} heads do not divide the {channels} channels")
-        q, k, v = jnp.split(nn.Dense(3 * channels, dtype=self.dtype, name="qkv")(x), 3, axis=-1)
+        q, k, v = SplitDense(3, channels, self.dtype, name="qkv")(x)
         if self.rope_mode != "none":
             q, k = rope(q, self.rope_mode), rope(k, self.rope_mode)
         if last_only:

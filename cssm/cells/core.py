@@ -100,47 +100,26 @@ class FrequencyGates(nn.Module):
 
 
 class SpectralDense(nn.Module):
-    """Dense over channels, applied to packed spectra [B, T, 2, H, Wf, C]; equals Dense in space, then the transform.
+    """Dense over channels, of maps or of their packed spectra [..., H, Wf, n C]: (the product with the kernel, the
+    bias [features]).
 
-    Exact because channel mixing commutes with the transform over (H, W); the bias, constant in space, touches
-    frequency (0, 0) alone, where it counts H * width times.
+    Channel mixing commutes with the transform over (H, W), so that the product of spectra is the spectrum of the
+    product. The bias is constant in space: it belongs to the maps once they are there, or H W times to the real plane at
+    frequency (0, 0). states: n, where there are several side by side; the kernel is then [n, C, features].
     """
 
     features: int
     dtype: jnp.dtype | None = None
+    states: int | None = None
 
     @nn.compact
-    def __call__(self, x_hat: jax.Array, width: int) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x_hat.shape[-1], self.features))
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        n = self.states or 1
+        shape = (x.shape[-1] // n, self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape if self.states is None else (n, *shape))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        x_hat, kernel, bias = dtypes.promote_dtype(x_hat, kernel, bias, dtype=self.dtype)
-        return _add_constant(x_hat @ kernel, bias, width)
-
-
-class StateReadout(nn.Module):
-    """Project n states to C channels (Dense of their concatenation).
-
-    Packed spectra [B, T, 2, H, Wf, n C] of maps so wide, of which only frequency (0, 0) sees the bias (SpectralDense);
-    or, without a width, maps [B, T, H, W, n C].
-    """
-
-    count: int
-    features: int
-    dtype: jnp.dtype | None = None
-
-    @nn.compact
-    def __call__(self, states: jax.Array, width: int | None = None) -> jax.Array:
-        shape = (self.count, states.shape[-1] // self.count, self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        states, kernel, bias = dtypes.promote_dtype(states, kernel, bias, dtype=self.dtype)
-        y = states @ kernel.reshape(-1, self.features)
-        return y + bias if width is None else _add_constant(y, bias, width)
-
-
-def _add_constant(x_hat: jax.Array, constant: jax.Array, width: int) -> jax.Array:
-    """Add to packed spectra [..., 2, H, Wf, C] those of maps that are constant in space."""
-    return x_hat.at[..., 0, 0, 0, :].add(constant * (x_hat.shape[-3] * width))
+        x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return x @ kernel.reshape(-1, self.features), bias
 
 
 class CausalConv(nn.Module):
@@ -204,14 +183,15 @@ def sigmoid_gates(names: tuple[str, ...], x: jax.Array, steps: int, options: Cel
     return {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
 
 
-def input_spectra(x: jax.Array, count: int, options: CellOptions) -> jax.Array:
-    """Project x to `count` times C channels: as many spectra, packed, [B, T, 2, F, count C]; in a compact call,
-    parameters "input_proj".
+def input_spectra(x: jax.Array, count: int, options: CellOptions) -> tuple[jax.Array, jax.Array]:
+    """Project x to `count` times C channels: as many spectra, packed, [B, T, 2, F, count C], and the offset that
+    linear_scan is to add to them; in a compact call, parameters "input_proj".
 
     Projecting after the transform moves C channels through it instead of `count` times C.
     """
     x_hat = spectral.rfft2(x, options.backend)
-    return flatten(SpectralDense(count * options.channels, options.dtype, name="input_proj")(x_hat, x.shape[3]))
+    u_hat, bias = SpectralDense(count * options.channels, options.dtype, name="input_proj")(x_hat)
+    return flatten(u_hat), bias * (x.shape[2] * x.shape[3])
 
 
 def gated_states(*numbers: int) -> Callable[[tuple[Spectrum, ...], jax.Array], tuple[Spectrum, ...]]:
@@ -226,12 +206,18 @@ def read_out(y_hat: jax.Array, count: int, shape: tuple[int, ...], options: Cell
     C. In a compact call, parameters "output_proj".
     """
     height, width = shape[2:4]
-    y_hat = unflatten(y_hat, height)
-    project = StateReadout(count, options.channels, options.dtype, name="output_proj") if count > 1 else None
-    if options.pre_output_act == "none":  # then the projection may come first: fewer maps to transform
-        return spectral.irfft2(project(y_hat, width) if project else y_hat, width, options.backend)
-    y = {"gelu": nn.gelu, "silu": nn.silu}[options.pre_output_act](spectral.irfft2(y_hat, width, options.backend))
-    return project(y) if project else y
+    y = unflatten(y_hat, height)
+    project = SpectralDense(options.channels, options.dtype, count, name="output_proj") if count > 1 else None
+    act = {"none": None, "gelu": nn.gelu, "silu": nn.silu}[options.pre_output_act]
+    bias = None
+    if project and not act:  # the projection may come first: fewer maps to transform
+        y, bias = project(y)
+    y = spectral.irfft2(y, width, options.backend)
+    if act:
+        y = act(y)
+        if project:
+            y, bias = project(y)
+    return y if bias is None else y + bias
 
 
 def depthwise(channels: int, size: int, dtype: jnp.dtype | None, name: str) -> nn.Conv:

@@ -36,10 +36,11 @@ class HGRUBilinear(nn.Module):
         gates = core.sigmoid_gates(DECAYS + COUPLINGS + READS, x, steps, o)
         k_exc = core.SpectralKernel(o, core.xavier_normal_raw, name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(*x.shape[2:4])
-        inputs, c = core.input_spectra(x, 3, o), gates.pop("C")
+        inputs, offset = core.input_spectra(x, 3, o)
+        c = gates.pop("C")
         read = core.gated_states(*("xyz".index(name) for name in self.readout_state))
         y_hat = linear_scan(
-            _step, (k_exc, k_inh), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, read, c
+            _step, (k_exc, k_inh), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, read, c, offset
         )
         return core.read_out(y_hat, len(self.readout_state), x.shape, o)
 

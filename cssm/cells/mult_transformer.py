@@ -36,15 +36,15 @@ class MultTransformer(nn.Module):
             core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name=f"k_{s}")(height, width)
             for s in "qkv"
         ]
-        inputs = core.input_spectra(x, 3, o)
+        inputs, offset = core.input_spectra(x, 3, o)
         v_only = lambda h, _: h[2:]
         v_hat = linear_scan(
-            _step, tuple(kernels), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, v_only
+            _step, tuple(kernels), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, v_only, offset=offset
         )
         normed = core.LogMagnitudeNorm(name="norm_v")(*spectral.unpack(v_hat, axis=-3), height * width)
         y_hat = core.unflatten(spectral.pack(normed, axis=-3).astype(x.dtype), height)
-        y_hat = core.SpectralDense(o.channels, o.dtype, name="output_proj")(y_hat, width)
-        return spectral.irfft2(y_hat, width, o.backend)
+        y_hat, bias = core.SpectralDense(o.channels, o.dtype, name="output_proj")(y_hat)
+        return spectral.irfft2(y_hat, width, o.backend) + bias
 
 
 def _step(k_q: Spectrum, k_k: Spectrum, k_v: Spectrum):

@@ -48,12 +48,12 @@ class Transformer(nn.Module):
         if "w_qk" in gates:
             gates["w_q_to_k"] = gates["w_k_to_q"] = gates.pop("w_qk")
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name="kernel")(height, width)
-        inputs = core.input_spectra(x, len(present), o)
+        inputs, offset = core.input_spectra(x, len(present), o)
         step = functools.partial(_step, present=present)
         c, counts = gates.pop("C"), (len(present), len(present))
         numbers = [present.index(name) for name in chosen]
         scan = functools.partial(
-            linear_scan, step, (kernel,), counts, gates, inputs, o.scan, last_only, o.stable_transition
+            linear_scan, step, (kernel,), counts, gates, inputs, o.scan, last_only, o.stable_transition, offset=offset
         )
         if self.use_layernorm:
             states = spectral.unpack(scan(lambda h, _: tuple(h[i] for i in numbers)), len(chosen), axis=-3)
