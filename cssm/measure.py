@@ -2,6 +2,7 @@
 another row, and whose peak is this row's.
 """
 
+import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -66,7 +67,8 @@ def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]
     trace (its folder)}.
 
     step_ms: from a step's dispatch until the devices are done, each waited for. images_per_s, data_wait_ms and loss:
-    of as many steps after those, with the host running ahead as in training. What a backend does not tell is None.
+    of as many steps after those, with the host running ahead as in training; a loss is nan where one of them was not
+    finite. What a backend does not tell is None.
     """
     config, batching, meter = setup.config, setup.batching, Meter()
     engine = Engine(setup, meter)
@@ -102,7 +104,7 @@ def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]
         "step_ms_quartiles": [lower, upper],
         "images_per_s": rates["images_per_s"],
         "data_wait_ms": rates["data_wait_ms"],
-        "loss": totals.means["loss"],
+        "loss": math.nan if totals.nonfinite else totals.means["loss"],
         "peak_bytes_per_device": max(par.memory_bytes(setup.devices)["peak"], default=None),
         "flops_per_image": flops,
         "flops_uncounted": why,

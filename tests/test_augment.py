@@ -164,8 +164,21 @@ def test_it_belongs_to_training(flag):
 
 
 def test_pixels_of_digits_are_not_mirrored():
-    with pytest.raises(UserError, match="--flip does not apply with --dataset digits"):
-        Config(flip=True)
+    for dataset in ("digits", "cabc", "pathtracker"):
+        with pytest.raises(UserError, match=f"--flip does not apply with --dataset {dataset}"):
+            Config(dataset=dataset, flip=True)
+
+
+@pytest.mark.parametrize(
+    "source", [{"dataset": "cabc"}, {"dataset": "pathtracker"}, {"dataset": "tfds:x", "data_dir": "x"}], ids=str
+)
+def test_every_data_set_can_be_augmented(source):
+    assert make_augment(Config(**source)) is None and make_augment(unaugmented(Config(**source, **EVERYTHING))) is None
+    assert make_augment(Config(**source, **EVERYTHING))
+
+
+def test_what_tfds_holds_is_mirrored_when_decoded():
+    assert make_augment(Config(dataset="tfds:x", data_dir="x", flip=True)) is None
 
 
 @pytest.mark.parametrize("text", ["9", "m11-n2", "m9-n0", "m9", "n2-m9", "m-1-n2", "rand-m9-n2"])

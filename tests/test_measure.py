@@ -57,7 +57,7 @@ def test_the_schedule_is_burn_in_then_one_by_one_then_ahead(steps, monkeypatch, 
     for name in ("batches", "random_batch"):
         original = getattr(Engine, name)
         monkeypatch.setattr(Engine, name, lambda self, *a, _original=original: kept_in(kept, _original(self, *a)))
-    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}))
+    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}, nonfinite=0))
     begun = []
     monkeypatch.setattr(Engine, "reset", lambda self: begun.append(len(steps)))
     row = measure(resolve({**TINY, "input": input_}, {}), speak=False)
@@ -106,7 +106,7 @@ def test_flops_are_those_of_the_plain_model(tmp_path):
 
 
 def test_utilisation_is_the_share_of_the_peak_of_all_devices(steps, monkeypatch):
-    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}))
+    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}, nonfinite=0))
     monkeypatch.setattr(module, "peak_flops", lambda kind, dtype: 1e9 if (kind, dtype) == ("cpu", "f32") else None)
     row = measure(resolve(TINY, {}), speak=False)
     assert row["mfu"] == pytest.approx(row["flops_per_image"] * row["images_per_s"] / 2e9)
@@ -145,7 +145,7 @@ def test_the_survey_tells_what_there_is():
 
 def test_the_median_is_that_of_the_steps_alone(steps, monkeypatch):
     """An outlier moves neither it nor the quartiles much."""
-    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}))
+    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}, nonfinite=0))
     times = [1.0, 2.0, 3.0, 4.0, 5.0, 99.0]
     alone = iter([0.1] * 4 + times)
     monkeypatch.setattr(module, "_take_alone", lambda engine, batches: next(alone))

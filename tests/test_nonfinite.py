@@ -37,7 +37,8 @@ TINY |= {"num_devices": 1, "schedule": "constant", "warmup_steps": 0, "quiet": T
 def score_of_poison(logits, labels, mask, smoothing, mixed):
     """As cssm.step.score; the loss of an example with label POISON is inf, and its gradient finite."""
     loss, right, count = SCORE(logits, labels, mask, smoothing, mixed)
-    return loss + jnp.where(jnp.any(labels == POISON), jnp.inf, 0.0), right, count
+    either = labels == POISON if mixed is None else (labels == POISON) | (mixed[0] == POISON)
+    return loss + jnp.where(jnp.any(either), jnp.inf, 0.0), right, count
 
 
 SCORE = cssm.step.score
@@ -45,28 +46,38 @@ NORMALISE = cssm.step.normalise
 
 
 @pytest.mark.parametrize(
-    "nonfinite, shard, backend",
+    "nonfinite, shard, backend, passes, augmentation",
     [
-        ("skip", "none", "auto"),
+        ("skip", "none", "auto", 1, {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("stop", "none", "cpu"), ("skip", "optimizer", "auto"), ("rollback", "params", "auto")]
+            for case in [
+                ("stop", "none", "cpu", 1, {}),
+                ("skip", "optimizer", "auto", 1, {}),
+                ("rollback", "params", "auto", 1, {}),
+                ("skip", "none", "auto", 2, {"mixup": 0.5, "random_erasing": 0.5}),
+            ]
         ),
     ],
 )
-def test_a_step_that_is_not_finite_on_one_device_changes_nothing_on_any(monkeypatch, nonfinite, shard, backend):
+def test_a_step_that_is_not_finite_on_one_device_changes_nothing_on_any(
+    monkeypatch, nonfinite, shard, backend, passes, augmentation
+):
     monkeypatch.setattr(cssm.step, "score", score_of_poison)
-    config, devices = dataclasses.replace(SIMPLE, nonfinite=nonfinite, ema_decay=0.9), jax.devices()[:2]
+    config = dataclasses.replace(SIMPLE, nonfinite=nonfinite, ema_decay=0.9, **augmentation)
+    devices, n = jax.devices()[:2], 4 * passes
     model, tx = models.build(config, 10), make_optimizer(config, make_schedule(config, 100, 0))
     strategy = make_strategy(shard, backend, devices, 0.0)
-    program = strategy.program(make_backward(model, strategy, config, 1), make_finish(tx, strategy, config), devices)
+    program = strategy.program(
+        make_backward(model, strategy, config, passes), make_finish(tx, strategy, config), devices
+    )
     init = lambda index: init_state(model, tx, strategy, config, (8, 8, 1), index)
     state = par.spmd(init, devices)(par.device_indices(devices))
     before = sharded.fetch(state, devices)
-    images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (n, 8, 8, 1), dtype=np.uint8)
     bad, good = (
         par.shard_batch({"image": images, "label": np.array(labels, np.int32)}, devices)
-        for labels in ([1, 2, 3, POISON], [1, 2, 3, 4])
+        for labels in ([*range(1, n), POISON], range(n))
     )
     no_sums = par.replicate(Sums.zeros(), devices)
     state, sums = program(state, no_sums, bad)
@@ -86,7 +97,7 @@ def test_a_step_that_is_not_finite_on_one_device_changes_nothing_on_any(monkeypa
         )
     )
     if nonfinite == "skip":
-        assert moved and (totals.nonfinite, totals.count) == (1, 4) and math.isfinite(totals.means["loss"])
+        assert moved and (totals.nonfinite, totals.count) == (1, n) and math.isfinite(totals.means["loss"])
     else:
         assert not moved and (totals.nonfinite, totals.first_nonfinite) == (2, 1), "held until it was looked at"
 
