@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 
 from cssm import data
-from cssm.config import UserError
+from cssm.config import UserError, applicable
 from cssm.engine import Engine
 from cssm.memory import is_out_of_memory, out_of_memory
 from cssm.meter import Meter
@@ -32,7 +32,9 @@ def with_found_batch_size(run: Run, devices: list[jax.Device], report: Reporter)
 
     Raises UserError on a CPU, and with exit code 3 where not even one image fits.
     """
-    config = replace(run.config, find_batch_size=False, batch_size=1)
+    # The largest batch without remat, unless it is asked for: with it, steps take longer.
+    remat = bool(run.config.remat) if "remat" in applicable(run.config) else None
+    config = replace(run.config, find_batch_size=False, batch_size=1, remat=remat)
     if devices[0].platform in ENDLESS:
         raise UserError(
             "--find_batch_size tries until the devices are out of memory, which a CPU never is: type --batch_size N"

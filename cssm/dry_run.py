@@ -8,15 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from cssm.augment import unaugmented
 from cssm.checkpoint import saved_meta
-from cssm.flops import UncountedError, flops_of
-from cssm.jaxprs import trace
-from cssm.liveness import peak_bytes, size_bytes
 from cssm.report import Reporter
 from cssm.setup import Setup, describe
-from cssm.step import TrainState, make_backward
-from parallel import devices as par
 from parallel import sharded
 
 Tree = Any
@@ -37,36 +31,10 @@ def dry_run(setup: Setup, report: Reporter) -> dict[str, Any]:
     with report.busy("tracing the training step"):
         modules = modules_of(setup.model, setup.outline.image_shape)
         facts |= {"modules": modules, "num_complex_params": sum(row["complex_params"] for row in modules)}
-        facts |= costs(setup, layout)
+        facts |= setup.costs(layout)
     report.rehearsal(facts)
     report.event("config", **facts)
     return facts
-
-
-def costs(setup: Setup, layout: TrainState) -> dict[str, int | None]:
-    """train_flops_per_image, and the bytes on each device (see `dry_run`), from the backward pass as it is traced.
-
-    Augmentation, which comes before it, is not in these.
-    """
-    batching = setup.batching
-    images = batching.batch_size * batching.grad_accum
-    batch = setup.batch_shapes(images)
-    backward = make_backward(setup.step_model, setup.strategy, unaugmented(setup.config), batching.grad_accum)
-    jaxpr = trace(backward, layout, batch, axes=[(par.AXIS, batching.devices)])
-    try:
-        flops = flops_of(jaxpr) // images
-    except UncountedError:
-        flops = None
-    held = {
-        "parameter_bytes": _bytes((layout.params, layout.batch_stats)),
-        # A gradient lies as its parameter does, also where it is then reduced to slices.
-        "gradient_bytes": _bytes(layout.params),
-        "optimizer_bytes": _bytes(layout.opt_state),
-        "average_bytes": _bytes(layout.ema_params),
-        "activation_bytes": peak_bytes(jaxpr),
-        "batch_bytes": _bytes(batch) * (1 + setup.config.prefetch),
-    }
-    return {"train_flops_per_image": flops, **held, "total_bytes": sum(held.values())}
 
 
 def modules_of(model: nn.Module, image_shape: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -101,7 +69,3 @@ def _directory(setup: Setup) -> str | None:
     """Of the run; a new one without --run_name gets its name when it starts."""
     named = setup.run.resumed or setup.config.run_name
     return str(setup.run.directory) if named else None
-
-
-def _bytes(tree: Tree) -> int:
-    return sum(size_bytes(leaf) for leaf in jax.tree.leaves(tree))

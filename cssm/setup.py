@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import optax
 
 from cssm import data, fused, models
-from cssm.augment import check_pairs
+from cssm.augment import check_pairs, unaugmented
 from cssm.config import Config, UserError, applicable, warnings_for
 from cssm.data.pipeline import Outline, Source, steps_per_epoch
-from cssm.flops import UncountedError, count_flops
+from cssm.flops import UncountedError, count_flops, flops_of
+from cssm.jaxprs import trace
+from cssm.liveness import peak_bytes, size_bytes
 from cssm.optimizers import make_optimizer, make_schedule
 from cssm.recipes import scaled_lr
 from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.size import fitted
-from cssm.step import TrainState, init_state
+from cssm.step import TrainState, init_state, make_backward
 from parallel import devices as par
 from parallel import job
 from parallel.selftest import collective_self_test
@@ -28,6 +30,8 @@ from parallel.sharded import ShardedParams, gather, make_strategy
 from parallel.sync import Replicated
 
 WARMUP_SHARE = 0.05
+# Of a device's memory: what an estimate of the step may fill before its blocks are computed twice.
+FULL = 0.85
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,29 @@ class Setup:
             "label": jax.ShapeDtypeStruct((images,), jnp.int32),
         }
 
+    def costs(self, layout: TrainState) -> dict[str, int | None]:
+        """train_flops_per_image, and the bytes on each device (see cssm.dry_run), from the backward pass as it is
+        traced; layout: as of `layout`. Augmentation, which comes before it, is not in these.
+        """
+        images = self.batching.batch_size * self.batching.grad_accum
+        batch = self.batch_shapes(images)
+        backward = make_backward(self.step_model, self.strategy, unaugmented(self.config), self.batching.grad_accum)
+        jaxpr = trace(backward, layout, batch, axes=[(par.AXIS, self.batching.devices)])
+        try:
+            flops = flops_of(jaxpr) // images
+        except UncountedError:
+            flops = None
+        held = {
+            "parameter_bytes": _bytes((layout.params, layout.batch_stats)),
+            # A gradient lies as its parameter does, also where it is then reduced to slices.
+            "gradient_bytes": _bytes(layout.params),
+            "optimizer_bytes": _bytes(layout.opt_state),
+            "average_bytes": _bytes(layout.ema_params),
+            "activation_bytes": peak_bytes(jaxpr),
+            "batch_bytes": _bytes(batch) * (1 + self.config.prefetch),
+        }
+        return {"train_flops_per_image": flops, **held, "total_bytes": sum(held.values())}
+
     def layout(self) -> TrainState:
         """Shapes of what each device holds, Slices where it is a part."""
         return jax.eval_shape(lambda: self.initial_state(0))
@@ -105,7 +132,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         report.line(f"note: {note}")
     strategy = make_strategy(config.shard, config.sync_backend, devices, config.grad_clip)
     num_classes, bn_axis = outline.num_classes, par.AXIS if config.sync_bn else None
-    return Setup(
+    setup = Setup(
         run=run,
         devices=devices,
         batching=batching,
@@ -119,6 +146,23 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         epoch_steps=epoch_steps,
         total_steps=total_steps,
     )
+    if config.remat is None and (why := job.share("remat", lambda: _too_large(setup))):
+        report.line(f"note: {why}, so that activations are computed again in the backward pass (--no_remat to try)")
+        again = wrapper(replace(config, remat=True), strategy)
+        setup = replace(setup, step_model=models.build(config, num_classes, again, bn_axis=bn_axis))
+    return setup
+
+
+def _too_large(setup: Setup) -> str | None:
+    """Why the step would not fit into the memory of the devices; None where it does, or where they do not tell."""
+    limit = par.memory_limit(setup.devices)
+    if limit is None or "remat" not in applicable(setup.config):
+        return None
+    need = setup.costs(setup.layout())["total_bytes"]
+    assert need is not None, "a sum"
+    if need < FULL * limit:
+        return None
+    return f"the step would need about {need / 2**30:.0f} GiB on each device, of {limit / 2**30:.0f}"
 
 
 def with_lr(setup: Setup, lr: float) -> Setup:
@@ -219,3 +263,7 @@ def _warmup_steps(config: Config, epoch_steps: int, total_steps: int) -> int:
     if config.warmup_epochs is not None:
         return round(config.warmup_epochs * epoch_steps)
     return round(WARMUP_SHARE * total_steps)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(size_bytes(leaf) for leaf in jax.tree.leaves(tree))

@@ -131,6 +131,12 @@ def memory_bytes(devices: Sequence[jax.Device]) -> dict[str, list[int]]:
     return {"peak": [s["peak_bytes_in_use"] for s in stats], "in_use": [s["bytes_in_use"] for s in stats]}
 
 
+def memory_limit(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that this process may use on the smallest of its devices; None where the backend does not say (CPU)."""
+    stats = [found for device in local(devices) if (found := device.memory_stats())]
+    return min((s["bytes_limit"] for s in stats if "bytes_limit" in s), default=None)
+
+
 def spmd(
     fn: Callable[..., Tree],
     devices: Sequence[jax.Device],

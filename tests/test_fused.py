@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from cssm import fused
-from cssm.cells import gated, gdn, hgru, hgru_bi, opponent
+from cssm.cells import gated, gdn, hgru, hgru_bi
 from cssm.cells.core import gated_states
 from cssm.flops import count_flops
 from cssm.fused import fused_scan
 from cssm.scan import every_state, linear_scan
-from cssm.spectral import Spectrum, add, multiply, scale
+from cssm.spectral import Spectrum
 
 B, F = 4, 3
 
@@ -116,31 +116,6 @@ def test_stable_transition_is_taken_within_the_kernel():
     with jax.enable_x64(True):
         stable, plain = (next(both(*args, stable=stable)) for stable in (True, False))
         assert np.abs(stable[0] - plain[0]).max() > 0.01
-
-
-@pytest.mark.parametrize("shape", [(B, 3, F, 4), (B, 3, 1, 1), (1, 3, F, 1)])
-def test_gates_of_every_shape(shape):
-    inputs = packed(B, 3, F, 4)
-    same(opponent._step, spectra(F, 4, count=2), (2, 1), gates(opponent.GATES, *shape), inputs)
-
-
-@pytest.mark.parametrize("last_only,shape", [(False, (B, 3, F, 4)), (True, (B, 3, F, 1)), (True, (B, 1, 1, 4))])
-def test_what_is_read_and_the_gates_of_reading(last_only, shape):
-    """Fewer spectra than there are states, one of them read twice, and one a product of three."""
-
-    def read(h, g):
-        return add(scale(g["a"], h[0]), h[1]), multiply(g["z"], scale(g["a"], h[1]))
-
-    reading = gates("a", *shape) | {"z": spectra(B, shape[1], F, 4)[0]}
-    args = opponent._step, spectra(F, 4, count=2), (2, 1), gates(opponent.GATES, B, 3, F, 1), packed(B, 3, F, 4)
-    same(*args, last_only=last_only, read=read, read_gates=reading)
-
-
-@pytest.mark.parametrize("last_only", [False, True])
-def test_real_numbers_have_one_plane(last_only):
-    make_step = lambda k: lambda h, g, u: (Spectrum(k * g["a"] * h[0].re + u[0].re, h[0].im),)
-    args = make_step, (numbers(4),), (1, 1), gates("a", 1, 3, 1, 1), numbers(B, 3, 1, F, 4)
-    same(*args, last_only=last_only)
 
 
 def test_rows_of_a_matrix_under_vmap():

@@ -46,8 +46,9 @@ MAY_IMPORT = {
     "augment": "config rand_augment",
     "rand_augment": "",
     "optimizers": "config",
-    "setup": "cssm augment config fused recipes data report runs optimizers step models flops size parallel",
-    "dry_run": "augment config checkpoint flops jaxprs liveness report setup step parallel",
+    "setup": "cssm augment config fused recipes data report runs optimizers step models flops jaxprs liveness size "
+    "parallel",
+    "dry_run": "config checkpoint report setup parallel",
     "size": "config data models recipes stages",
     "meter": "",
     "signals": "config",

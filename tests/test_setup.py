@@ -11,6 +11,7 @@ from cssm.config import UserError, resolve
 from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.setup import data_record, describe, set_up
+from parallel import devices as par
 
 # 40 examples in batches of 8: 5 steps an epoch
 TINY = {"cssm": "gated", "embed_dim": 4, "image_size": 8, "kernel_size": 3, "seq_len": 2, "lr": 0.5}
@@ -64,6 +65,16 @@ def test_the_kernel_is_refused_where_there_is_no_gpu(tmp_path):
 def test_remat_wraps_the_blocks(tmp_path):
     assert made(tmp_path, arch="vit", remat=True, max_steps=1).step_model.wrap_block is nn.remat
     assert made(tmp_path, arch="vit", max_steps=1).step_model.wrap_block is None
+
+
+def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch, capsys):
+    small = {"arch": "vit", "max_steps": 1}
+    plain = made(tmp_path, **small)
+    need = plain.costs(plain.layout())["total_bytes"]
+    for limit, wrapped in ((2 * need, None), (need, nn.remat)):
+        monkeypatch.setattr(par, "memory_limit", lambda devices, limit=limit: limit)
+        assert made(tmp_path, **small).step_model.wrap_block is wrapped
+    assert made(tmp_path, **small, remat=False).step_model.wrap_block is None
 
 
 def test_devices_left_unused_are_told(tmp_path, capsys):

@@ -104,8 +104,8 @@ class SpectralDense(nn.Module):
     bias [features]).
 
     Channel mixing commutes with the transform over (H, W), so that the product of spectra is the spectrum of the
-    product. The bias is constant in space: it belongs to the maps once they are there, or H W times to the real plane at
-    frequency (0, 0). states: n, where there are several side by side; the kernel is then [n, C, features].
+    product. The bias is constant in space: it belongs to the maps once they are there, or H W times to the real plane
+    at frequency (0, 0). states: n, where there are several side by side; the kernel is then [n, C, features].
     """
 
     features: int

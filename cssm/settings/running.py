@@ -17,13 +17,13 @@ class RunningSettings:
 
     # fmt: off
     dtype: str = _precision("f32", "type of activations; parameters stay f32", choices=("f32", "bf16"))
-    remat: bool = _precision(False, "recompute activations in the backward pass, to save memory",
-        applies=BLOCKS)
+    remat: bool | None = _precision(None, "recompute activations in the backward pass, to save memory",
+        applies=BLOCKS, unset="where the step would not fit otherwise")
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
         applies=spectral("s4nd"))
     scan: str = _precision("auto", "how time is scanned: step by step (reference, or chunked in less memory), by "
-        "prefix products, step by step in log space, or in one GPU kernel; auto: reference up to 64 steps and "
-        "chunked beyond",
+        "prefix products, step by step in log space, or in one GPU kernel; auto: that, or without such a GPU "
+        "reference up to 64 steps and chunked beyond",
         choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT)
     deterministic: bool = _precision(False, "the same bits in every run, also on a GPU, where that is slower; on a CPU "
         "it is so anyway", resume="fresh", verbs=WITH_DEVICES)

@@ -1,0 +1,75 @@
+"""The kernels of rows, interpreted, against formulas in float64: values and gradients; and their form for a GPU."""
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_fused import on_a_gpu
+
+from cssm import fused_rows
+from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
+
+NORM = functools.partial(layer_norm_rows, epsilon=1e-6)
+GELU = functools.partial(activated_rows, act=nn.gelu)
+
+
+def norm(x, scale, bias):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * scale + bias
+
+
+CASES = {"norm": (NORM, norm, 2, True), "gelu": (GELU, lambda x, bias: nn.gelu(x + bias), 1, False)}
+
+
+def arrays(shape, count, seed=0):
+    draw = np.random.default_rng(seed)
+    return draw.standard_normal(shape), tuple(draw.standard_normal(shape[-1]) for _ in range(count))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(3, 5, 24), (2, 9, 64)])
+def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, shape):
+    """Rows and columns that a tile does not fill, several tiles a program, several programs."""
+    monkeypatch.setattr(fused_rows, "TILE", 128)
+    monkeypatch.setattr(fused_rows, "COLUMNS", 32)
+    monkeypatch.setattr(fused_rows, "PROGRAMS", 2)
+    function, formula, count, whole = CASES[name]
+    with jax.enable_x64(True):
+        x, parameters = arrays(shape, count)
+        weights = arrays(shape, 0, seed=1)[0]
+
+        def gradients(apply):
+            loss = lambda x, parameters: jnp.sum(weights * apply(x, parameters))
+            return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, parameters)
+
+        want = gradients(lambda x, parameters: formula(x, *parameters))
+        for rows in (fused_rows.fused_rows, by_rows):
+            got = gradients(lambda x, parameters, rows=rows: rows(function, x, parameters, whole))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-11), want, got)
+
+
+def test_bf16_is_rounded_on_the_way_in_and_out_alone():
+    x, parameters = arrays((4, 24), 2)
+    x = jnp.asarray(x, jnp.bfloat16)
+    got = fused_rows.fused_rows(NORM, x, tuple(map(jnp.float32, parameters)), whole=True)
+    want = norm(x.astype(jnp.float32), *map(jnp.float32, parameters)).astype(jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7)
+
+
+@pytest.mark.parametrize("name,channels", [("norm", 384), ("gelu", 1536), ("norm", 3000)])
+def test_they_lower_for_a_gpu(name, channels):
+    function, _, count, whole = CASES[name]
+
+    def loss(x, parameters):
+        return jnp.sum(jnp.sin(fused_rows.fused_rows(function, x, parameters, whole, interpret=False)))
+
+    x = jax.ShapeDtypeStruct((1000, channels), jnp.bfloat16)
+    parameters = (jax.ShapeDtypeStruct((channels,), jnp.float32),) * count
+    with on_a_gpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+        program = jax.jit(jax.grad(loss, (0, 1))).trace(x, parameters).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
