@@ -69,7 +69,7 @@ def test_a_worker_that_raises_ends_the_run_with_its_reason(tmp_path, monkeypatch
 
 
 def test_a_worker_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path):
-    command = [sys.executable, "-c", HANGS, *TINY, "--num_devices=1", "--num_workers=1", "--stall_timeout=4"]
+    command = [sys.executable, "-c", HANGS, *TINY, "--num_devices=1", "--num_workers=1", "--stall_timeout=15"]
     command += [f"--checkpoint_dir={tmp_path}", "--run_name=run", "--max_steps=20", "--eval_every=2"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 4, result.stdout + result.stderr
