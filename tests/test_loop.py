@@ -31,6 +31,7 @@ def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [2]
 
 
+@pytest.mark.slow
 def test_a_run_that_another_writes_to_is_refused_by_name(tmp_path, monkeypatch):
     """Also to go on with it; and the refusal leaves the other's files alone."""
     refused = []

@@ -1,5 +1,6 @@
 """A row of a benchmark: which steps are taken and timed, what is counted, and a lack of memory as an answer."""
 
+import math
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
@@ -105,10 +106,11 @@ def test_flops_are_those_of_the_plain_model(tmp_path):
 
 
 def test_utilisation_is_the_share_of_the_peak_of_all_devices(steps, monkeypatch):
-    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}, nonfinite=0))
+    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}, nonfinite=1))
     monkeypatch.setattr(module, "peak_flops", lambda kind, dtype: 1e9 if (kind, dtype) == ("cpu", "f32") else None)
     row = measure(resolve(TINY, {}), speak=False)
     assert row["mfu"] == pytest.approx(row["flops_per_image"] * row["images_per_s"] / 2e9)
+    assert math.isnan(row["loss"]), "one of the steps was not finite"
 
 
 def test_operations_that_nobody_counted_are_told(tmp_path, monkeypatch):

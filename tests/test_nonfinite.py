@@ -64,7 +64,7 @@ def test_a_step_that_is_not_finite_on_one_device_changes_nothing_on_any(
     monkeypatch, nonfinite, shard, backend, passes, augmentation
 ):
     monkeypatch.setattr(cssm.step, "score", score_of_poison)
-    config = dataclasses.replace(SIMPLE, nonfinite=nonfinite, ema_decay=0.9, **augmentation)
+    config = dataclasses.replace(SIMPLE, cssm="gated", nonfinite=nonfinite, ema_decay=0.9, **augmentation)
     devices, n = jax.devices()[:2], 4 * passes
     model, tx = models.build(config, 10), make_optimizer(config, make_schedule(config, 100, 0))
     strategy = make_strategy(shard, backend, devices, 0.0)
@@ -123,6 +123,7 @@ def events(root, kind):
     return [event for event in read_events(root / "run" / "metrics.jsonl") if event["event"] == kind]
 
 
+@pytest.mark.slow
 def test_training_on_after_nan_stop_names_step_module_and_examples(tmp_path, monkeypatch):
     """The default. Logged every fifth step, it is still the right step, and no evaluation or save comes in between."""
     config = Config(**TINY)
