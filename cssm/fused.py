@@ -86,7 +86,8 @@ def fused_scan(
         return states, (operands, kept)
 
     def backward(residuals, d_out):
-        return (_backward(work, *residuals, d_out),)
+        operands, kept = residuals
+        return (_backward(work, operands, kept, d_out),)
 
     scan.defvjp(forward, backward)
     constants = jax.tree.map(lambda k: jnp.broadcast_to(k, (frequencies, channels)), constants)

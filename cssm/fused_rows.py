@@ -47,7 +47,8 @@ def fused_rows(
         return apply(x, parameters), (x, parameters)
 
     def backward(residuals, dy):
-        return _backward(tiles, function, *residuals, dy)
+        x, parameters = residuals
+        return _backward(tiles, function, x, parameters, dy)
 
     apply.defvjp(forward, backward)
     return apply(x.reshape(-1, channels), parameters).reshape(x.shape)

@@ -177,7 +177,7 @@ class _Run:
 def _reference(run: _Run, timed: _Timed) -> jax.Array:
     step = stable_step(run.step) if run.stable else run.step
     last, states = _loop(run, step, _zeros(run.counts[0], run.zero(timed)), timed, run.out)
-    return run.last(last, timed) if run.last_only else states
+    return run.last(last, timed) if states is None else states
 
 
 def _chunked(run: _Run, timed: _Timed) -> jax.Array:
@@ -199,7 +199,7 @@ def _chunked(run: _Run, timed: _Timed) -> jax.Array:
     if whole < run.num_steps:  # fewer than sqrt(T) steps are left: their states may stay
         last, rest = chunk(last, jax.tree.map(lambda a: a[whole:], split))
         states = jax.tree.map(lambda *parts: jnp.concatenate(parts), states, rest)
-    return run.last(last, timed) if run.last_only else states
+    return run.last(last, timed) if states is None else states
 
 
 def _loop(run: _Run, step, start, timed: _Timed, out, unrolled=16) -> tuple[Any, jax.Array | None]:
@@ -281,7 +281,7 @@ def _goom(run: _Run, timed: _Timed) -> jax.Array:
     start = _to_goom(_zeros(run.counts[0], run.zero(timed)))
     # A step is large here: unrolled, it would take long to compile.
     last, states = _loop(run, step, start, timed, lambda h, r: run.out(plain(h), r), unrolled=1)
-    return run.last(plain(last), timed) if run.last_only else states
+    return run.last(plain(last), timed) if states is None else states
 
 
 def _log_step(step: Step, stable: bool):

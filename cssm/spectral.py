@@ -43,7 +43,7 @@ def pack(*spectra: Spectrum, axis: int = -4, planes: int = 2) -> jax.Array:
 
     planes 1: the real parts alone.
     """
-    alike = list(zip(*spectra, strict=True))[:planes]
+    alike = [[spectrum[plane] for spectrum in spectra] for plane in range(planes)]
     return jnp.stack([jnp.concatenate(same, axis=-1) if len(same) > 1 else same[0] for same in alike], axis)
 
 

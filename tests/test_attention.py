@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 
+from cssm.cells import attention
 from cssm.cells.attention import AttentionBlock
 from cssm.cells.core import CellOptions
 
@@ -97,3 +98,11 @@ def test_bf16_is_near_float32(key):
 def test_heads_must_divide_the_channels(key):
     with pytest.raises(ValueError, match="3 heads do not divide the 8 channels"):
         make(heads=3).init(key, jnp.zeros(SHAPE))
+
+
+def test_cudnn_computes_attention_over_pixels_in_16_bits_on_a_gpu(monkeypatch):
+    choose = lambda dtype=jnp.bfloat16, channels=64, over="space": attention.kernel_of(dtype, channels, over)
+    assert choose() is None
+    monkeypatch.setattr(attention, "available", lambda: True)
+    assert choose() == "cudnn"
+    assert choose(dtype=jnp.float32) is choose(channels=36) is choose(channels=136) is choose(over="time") is None

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 from cssm import flops, models
 from cssm.config import ARCHS, CELLS_NAMES, KNOBS, Config
@@ -46,6 +47,15 @@ def test_a_loop_counts_as_often_as_it_runs():
 
     assert count_flops(loop, X) == 7 * 24
     assert count_flops(jax.jit(loop), X) == 7 * 24
+
+
+@pytest.mark.parametrize("name,products", [("dot_product_attention_fwd", 2), ("dot_product_attention_bwd", 4)])
+def test_attention_by_cudnn_counts_its_products(name, products):
+    """Batch 2, 3 queries, 5 keys, 4 heads of 8 channels."""
+    kernel = Primitive(f"{name}_wrapper")
+    kernel.def_abstract_eval(lambda q, k, v: q)
+    q, k = (jax.ShapeDtypeStruct((2, tokens, 4, 8), jnp.bfloat16) for tokens in (3, 5))
+    assert count_flops(kernel.bind, q, k, k) == products * 2 * 2 * 4 * 3 * 5 * 8
 
 
 def test_transforms_and_complex_products():

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cssm import fused
 from cssm.goom import ceiling
-from cssm.scan import linear_scan
+from cssm.scan import choose_method, linear_scan
 from cssm.spectral import Spectrum, add, multiply, pack, scale, unpack
 
 B, T, F, C = 2, 7, 3, 4  # 7 = 3 chunks of 2 steps and one that is left
@@ -98,6 +99,14 @@ def test_later_inputs_never_change_earlier_states(method):
         for a, b in zip(want, got, strict=True):
             np.testing.assert_allclose(number(b)[:, :4], number(a)[:, :4], atol=1e-14)
             assert np.abs(number(b) - number(a))[:, 4:].min() > 1e-3
+
+
+def test_auto_is_the_kernel_where_there_is_a_gpu_for_it(monkeypatch):
+    assert [choose_method("auto", steps, 3, jnp.float32) for steps in (64, 65)] == ["reference", "chunked"]
+    monkeypatch.setattr(fused, "available", lambda: True)
+    assert choose_method("auto", 65, 4, jnp.bfloat16) == "fused"
+    assert choose_method("auto", 8, 5, jnp.float32) == choose_method("auto", 8, 3, jnp.float64) == "reference"
+    assert choose_method("goom", 8, 3, jnp.float32) == "goom"
 
 
 def test_last_only_is_the_last_step():

@@ -41,7 +41,8 @@ class MultTransformer(nn.Module):
         v_hat = linear_scan(
             _step, tuple(kernels), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, v_only, offset=offset
         )
-        normed = core.LogMagnitudeNorm(name="norm_v")(*spectral.unpack(v_hat, axis=-3), height * width)
+        (v,) = spectral.unpack(v_hat, axis=-3)
+        normed = core.LogMagnitudeNorm(name="norm_v")(v, height * width)
         y_hat = core.unflatten(spectral.pack(normed, axis=-3).astype(x.dtype), height)
         y_hat, bias = core.SpectralDense(o.channels, o.dtype, name="output_proj")(y_hat)
         return spectral.irfft2(y_hat, width, o.backend) + bias
