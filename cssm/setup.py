@@ -156,7 +156,8 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
 def _too_large(setup: Setup) -> str | None:
     """Why the step would not fit into the memory of the devices; None where it does, or where they do not tell."""
     limit = par.memory_limit(setup.devices)
-    if limit is None or "remat" not in applicable(setup.config):
+    always = isinstance(setup.strategy, ShardedParams)  # see `wrapper`
+    if limit is None or always or "remat" not in applicable(setup.config):
         return None
     need = setup.costs(setup.layout())["total_bytes"]
     assert need is not None, "a sum"

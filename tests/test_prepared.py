@@ -7,11 +7,12 @@ import sys
 
 import numpy as np
 import pytest
+from on_disk import refusal
 from PIL import Image
 from toys import CLASSES, encoded, examples, toy
 
 from cssm import data
-from cssm.config import Config, UserError
+from cssm.config import Config
 from cssm.data import decode, prepared
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -34,14 +35,6 @@ def everything(settings):
     assert outline.examples == {split: len(source) for split, source in sources.items()}
     assert {source.image_shape for source in sources.values()} == {outline.image_shape}
     return {split: source.gather(np.arange(len(source))) for split, source in sources.items()}
-
-
-def refusal(settings, split="train"):
-    with pytest.raises(UserError) as error:
-        source = data.load(settings, split)
-        source.gather(np.arange(len(source)))
-    assert error.value.exit_code == 2 and "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.fixture(scope="module")
