@@ -1,6 +1,7 @@
 """The recurrence as one GPU kernel: states stay in registers over time, forward and backward.
 
-One program of the kernel takes an example, a frequency and a block of channels through all time steps. The step is the
+One program of the kernel takes an example, a frequency (several, where there are few channels) and a block of channels
+through all time steps. The step is the
 cell's own (cssm.scan), traced into the kernel, and its derivative there is jax.vjp of it, so that every recurrence has
 the kernel. For the backward pass the states are kept every SEGMENT steps and those between are run again, in registers.
 Sums are taken in a fixed order: results are the same from run to run.
@@ -18,10 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cssm.fused_kernel import Operands, Plan, States, Tree, Work, backward_kernel, forward_kernel
-from cssm.spectral import Spectrum
+from cssm.spectral import Packed, Spectrum, is_packed
 
-# Channels of a program, one warp. A Triton array holds a power of two of numbers.
-BLOCK = 128
+# Numbers of a program for each plane of a state, one warp: fewer of many states, so that registers hold them. A Triton
+# array holds a power of two of numbers.
+BLOCK, SMALLEST_BLOCK = 128, 32
+STATES = 4  # of a full block
 # Steps between kept states: more would leave the registers.
 SEGMENT = 2
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
@@ -55,9 +58,12 @@ def fused_scan(
     batch, still_steps, planes, frequencies, channels = inputs.shape
     channels //= counts[1]
     steps = jax.tree.leaves(gates)[0].shape[1]
-    block = min(BLOCK, 1 << (channels - 1).bit_length())
-    columns = frequencies * -(-channels // block)
+    numbers = max(SMALLEST_BLOCK, BLOCK * STATES // max(STATES, 1 << (counts[0] - 1).bit_length()))
+    block = min(numbers, 1 << (channels - 1).bit_length())
+    rows = min(numbers // block, 1 << (frequencies - 1).bit_length())
+    programs = -(-frequencies // rows) * -(-channels // block)
     zero = Spectrum(jnp.zeros(()), jnp.zeros(()))
+    zeros = _of_gates(lambda gate: (zero,) * gate.count if isinstance(gate, Packed) else zero.re, read_gates)
     plan = Plan(
         batch=batch,
         time=steps,
@@ -66,13 +72,14 @@ def fused_scan(
         channels=channels,
         num_states=counts[0],
         num_inputs=counts[1],
-        num_read=len(jax.eval_shape(read, (zero,) * counts[0], jax.tree.map(lambda _: zero.re, read_gates))),
+        num_read=len(jax.eval_shape(read, (zero,) * counts[0], zeros)),
         dtype=inputs.dtype,
         still=still_steps == 1 and steps > 1,
         last_only=last_only,
+        rows=rows,
         block=block,
         segment=min(SEGMENT, steps),
-        parts=next(n for n in range(1, batch + 1) if batch % n == 0 and (n * columns >= PROGRAMS or n == batch)),
+        parts=next(n for n in range(1, batch + 1) if batch % n == 0 and (n * programs >= PROGRAMS or n == batch)),
         interpret=jax.default_backend() != "gpu" if interpret is None else interpret,
     )
     work = Work(plan, make_step, read)
@@ -110,7 +117,7 @@ def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax
     keep = keep and plan.kept > 0
     out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
     out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
-    grid = (plan.batch, plan.frequencies, plan.blocks)
+    grid = (plan.batch, plan.columns, plan.blocks)
     result = _call(forward_kernel(work, keep), plan, grid, out_shape, (operands,))
     return result if keep else (result, None)
 
@@ -118,34 +125,36 @@ def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax
 def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax.Array) -> Operands:
     """The gradients of the operands."""
     plan, inputs, offset = work.plan, operands.inputs, operands.offset
-
-    def parts_of(gate):
-        last = plan.blocks if gate.shape[3] == 1 else plan.channels
-        return jax.ShapeDtypeStruct((plan.batch, gate.shape[1], plan.frequencies, last), plan.carry)
-
     partial = jax.ShapeDtypeStruct((plan.parts, plan.frequencies, plan.channels), plan.carry)
     out_shape = Operands(
         jax.tree.map(lambda _: partial, operands.constants),
-        jax.tree.map(parts_of, operands.gates),
-        jax.tree.map(parts_of, operands.read_gates),
+        _of_gates(plan.part_of, operands.gates),
+        _of_gates(plan.part_of, operands.read_gates),
         jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
         None,
     )
-    grid = (plan.parts, plan.frequencies, plan.blocks)
+    grid = (plan.parts, plan.columns, plan.blocks)
     parts = _call(backward_kernel(work), plan, grid, out_shape, (operands, kept, d_out))
     d_offset = None
     if offset is not None:
         d_offset = parts.inputs[:, :, 0, 0].astype(plan.carry).sum((0, 1)).astype(offset.dtype)
     return Operands(
         jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), parts.constants, operands.constants),
-        jax.tree.map(_gathered, parts.gates, operands.gates),
-        jax.tree.map(_gathered, parts.read_gates, operands.read_gates),
+        _of_gates(_gathered, operands.gates, parts.gates),
+        _of_gates(_gathered, operands.read_gates, parts.read_gates),
         parts.inputs,
         d_offset,
     )
 
 
-def _gathered(parts: jax.Array, gate: jax.Array) -> jax.Array:
-    """The sum of a gate's parts over the axes that it is shared by."""
+def _of_gates(function: Callable, *trees: Tree) -> Tree:
+    """function of every gate, and of those of the other trees that belong to it."""
+    return jax.tree.map(function, *trees, is_leaf=is_packed)
+
+
+def _gathered(gate: jax.Array | Packed, parts: jax.Array | Packed) -> jax.Array | Packed:
+    """The sum of a gate's parts over the axes that it is shared by: none, if it is packed."""
+    if isinstance(gate, Packed) or isinstance(parts, Packed):
+        return parts
     shared = [axis for axis in (0, 2, 3) if gate.shape[axis] == 1]
     return parts.sum(shared, keepdims=True).astype(gate.dtype) if shared else parts.astype(gate.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from cssm.spectral import Spectrum
+from cssm.spectral import Packed, Spectrum, is_packed
 
 Tree = Any
 States = tuple[Spectrum, ...]
@@ -27,7 +27,10 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward."""
+    """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward.
+
+    rows, block: frequencies and channels of a program.
+    """
 
     batch: int
     time: int
@@ -40,6 +43,7 @@ class Plan:
     dtype: jnp.dtype  # of the results
     still: bool
     last_only: bool
+    rows: int
     block: int
     segment: int
     parts: int
@@ -53,6 +57,11 @@ class Plan:
     @property
     def blocks(self) -> int:
         return -(-self.channels // self.block)
+
+    @property
+    def columns(self) -> int:
+        """Programs that share the frequencies."""
+        return -(-self.frequencies // self.rows)
 
     @property
     def segments(self) -> int:
@@ -69,11 +78,24 @@ class Plan:
         """Those, and the last ones where only they are read."""
         return self.starts + self.last_only
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers of a program: a row, or several."""
+        return (self.block,) if self.rows == 1 else (self.rows, self.block)
+
     def zero(self) -> jax.Array:
-        return jnp.zeros((self.block,), self.carry)
+        return jnp.zeros(self.shape, self.carry)
 
     def zeros(self) -> States:
         return tuple(Spectrum(self.zero(), self.zero()) for _ in range(self.num_states))
+
+    def part_of(self, gate: jax.Array | Packed) -> jax.ShapeDtypeStruct | Packed:
+        """What the programs leave as a gate's gradient, to be summed over what they share: see `fused._gathered`."""
+        if isinstance(gate, Packed):
+            return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), gate)
+        frequencies = self.columns if gate.shape[2] == 1 else self.frequencies
+        channels = self.blocks if gate.shape[3] == 1 else self.channels
+        return jax.ShapeDtypeStruct((self.batch, gate.shape[1], frequencies, channels), self.carry)
 
     def packed(self, steps: int, count: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         shape = (self.batch, steps, self.planes, self.frequencies, count * self.channels)
@@ -101,20 +123,26 @@ class Place:
     """Where a program is, and how it reads and writes there."""
 
     def __init__(self, plan: Plan, b: jax.Array, f: jax.Array, c: jax.Array):
-        self.plan, self.b, self.f, self.c = plan, b, f, c
-        lanes = c * plan.block + jnp.arange(plan.block)
-        self.mask = lanes < plan.channels if plan.channels % plan.block else None
+        self.plan, self.b, self.column, self.c = plan, b, f, c
         self.zero = c * 0  # Pallas' interpreter wants traced indices
+        self.channels = c * plan.block + jnp.arange(plan.block) < plan.channels
+        cut = plan.channels % plan.block
+        self.row, self.rows, self.mask = f, None, self.channels if cut else None
+        if plan.rows > 1:
+            self.row = pl.ds(f * plan.rows, plan.rows)
+            self.rows = f * plan.rows + jnp.arange(plan.rows) < plan.frequencies
+            if cut or plan.frequencies % plan.rows:
+                self.mask = self.rows[:, None] & self.channels
 
     def _channels(self, number: int) -> Any:
         """Of one of several spectra side by side."""
         return pl.ds(self.c * self.plan.block + number * self.plan.channels, self.plan.block)
 
     def load(self, ref: Any, *index: Any, number: int = 0, where: Any = None) -> jax.Array:
-        """A block of channels, zeros beyond the last one and where not `where`."""
+        """A block, zeros beyond the last frequency and channel, and where not `where`."""
         mask = self.mask
         if where is not None:
-            here = jnp.broadcast_to(where, (self.plan.block,))
+            here = jnp.broadcast_to(where, self.plan.shape)
             mask = here if mask is None else mask & here
         at = ref.at[(*index, self._channels(number))]
         loaded = plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
@@ -123,50 +151,79 @@ class Place:
     def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
         plt.store(ref.at[(*index, self._channels(number))], value.astype(ref.dtype), mask=self.mask)
 
+    def load_row(self, ref: Any, *index: Any, number: int = 0) -> jax.Array:
+        """A block of channels that is the same at all frequencies: [block], or [1, block] beside several of these."""
+        loaded = plt.load(ref.at[(*index, self._channels(number))], mask=self.channels, other=0.0)
+        loaded = loaded.astype(self.plan.carry)
+        return loaded if self.rows is None else loaded[None]
+
     def unpack(self, ref: Any, t: Any, count: int, where: Any = None) -> States:
         """`count` spectra of a packed array [B, T, planes, F, count C], at step t."""
 
         def plane(p: int, number: int) -> jax.Array:
             if p == self.plan.planes:
                 return self.plan.zero()
-            return self.load(ref, self.b, t, self.zero + p, self.f, number=number, where=where)
+            return self.load(ref, self.b, t, self.zero + p, self.row, number=number, where=where)
 
         return tuple(Spectrum(plane(0, i), plane(1, i)) for i in range(count))
 
     def pack(self, ref: Any, spectra: States, t: Any) -> None:
         for i, spectrum in enumerate(spectra):
             for p in range(self.plan.planes):
-                self.store(ref, spectrum[p], self.b, t, self.zero + p, self.f, number=i)
+                self.store(ref, spectrum[p], self.b, t, self.zero + p, self.row, number=i)
 
     def constants(self, refs: Tree) -> Tree:
-        return jax.tree.map(lambda ref: self.load(ref, self.f), refs)
+        return jax.tree.map(lambda ref: self.load(ref, self.row), refs)
 
     def gates(self, refs: Tree, t: Any) -> Tree:
-        """A number where all channels share it, else a block of them."""
+        """A number for each frequency where all channels share it, else a block of them; what is packed as spectra."""
 
         def one(ref):
+            if isinstance(ref, Packed):
+                return self.unpack(ref.array, t, ref.count)
             b = self.b if ref.shape[0] > 1 else self.zero
-            f = self.f if ref.shape[2] > 1 else self.zero
-            if ref.shape[3] > 1:
-                return self.load(ref, b, t, f)
-            return plt.load(ref.at[b, t, f, self.zero]).astype(self.plan.carry)
+            _, _, frequencies, channels = ref.shape
+            if channels > 1:
+                return self.load_row(ref, b, t, self.zero) if frequencies == 1 else self.load(ref, b, t, self.row)
+            if frequencies == 1 or self.rows is None:
+                f = self.zero if frequencies == 1 else self.row
+                return plt.load(ref.at[b, t, f, self.zero]).astype(self.plan.carry)
+            loaded = plt.load(ref.at[b, t, self.row, self.zero], mask=self.rows, other=0.0)
+            return loaded.astype(self.plan.carry)[:, None]
 
-        return jax.tree.map(one, refs)
+        return jax.tree.map(one, refs, is_leaf=is_packed)
 
     def write_gates(self, d_refs: Tree, values: Tree, refs: Tree, t: Any) -> None:
-        """Write this block's part of the gradients of `gates`."""
-        for d_ref, value, ref in zip(*map(jax.tree.leaves, (d_refs, values, refs)), strict=True):
-            if ref.shape[3] == 1:
-                plt.store(d_ref.at[self.b, t, self.f, self.c], value)
+        """Write this block's part of the gradients of `gates`, as Plan.part_of shapes it."""
+        refs, structure = jax.tree.flatten(refs, is_leaf=is_packed)
+        for d_ref, value, ref in zip(*map(structure.flatten_up_to, (d_refs, values)), refs, strict=True):
+            if isinstance(ref, Packed):
+                self.pack(d_ref.array, value, t)
+                continue
+            _, _, frequencies, channels = ref.shape
+            f = self.row if frequencies > 1 else self.column
+            if channels > 1 and frequencies > 1:
+                self.store(d_ref, value, self.b, t, f)
+            elif channels > 1:
+                plt.store(d_ref.at[self.b, t, f, self._channels(0)], value.reshape(-1), mask=self.channels)
+            elif frequencies > 1 and self.rows is not None:
+                plt.store(d_ref.at[self.b, t, f, self.c], value[:, 0], mask=self.rows)
             else:
-                self.store(d_ref, value, self.b, t, self.f)
+                plt.store(d_ref.at[self.b, t, f, self.c], value)
 
     def inputs(self, refs: Operands, t: Any) -> States:
         u = self.unpack(refs.inputs, self.zero if self.plan.still else t, self.plan.num_inputs)
         if refs.offset is None:
             return u
-        add = lambda i, re: re + self.load(refs.offset, number=i, where=self.f == 0)
-        return tuple(Spectrum(add(i, spectrum.re), spectrum.im) for i, spectrum in enumerate(u))
+        return tuple(Spectrum(z.re + self._at_zero(refs.offset, i), z.im) for i, z in enumerate(u))
+
+    def _at_zero(self, ref: Any, number: int) -> jax.Array:
+        """A block of channels at frequency 0, zeros elsewhere."""
+        if self.rows is None:
+            mask = self.channels & (self.column == 0)
+            return plt.load(ref.at[self._channels(number)], mask=mask, other=0.0).astype(self.plan.carry)
+        first = self.column * self.plan.rows + jnp.arange(self.plan.rows) == 0
+        return jnp.where(first[:, None], self.load_row(ref, number=number), 0.0)
 
 
 def _repeat(times: int, body: Callable, carry: Tree) -> Tree:
@@ -281,6 +338,6 @@ def backward_kernel(work: Work) -> Callable:
 
         total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), refs.constants))
         place = Place(plan, part, f, c)
-        jax.tree.map(lambda ref, v: place.store(ref, v, part, f), d_refs.constants, total)
+        jax.tree.map(lambda ref, v: place.store(ref, v, part, place.row), d_refs.constants, total)
 
     return kernel

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm import fused, goom
-from cssm.spectral import Spectrum, add, magnitude, multiply, pack, scale, total, unpack
+from cssm.spectral import Packed, Spectrum, add, is_packed, magnitude, multiply, pack, scale, total, unpack
 
 States = tuple[Spectrum, ...]
 Step = Callable[[States, Any, States], States]
@@ -38,7 +38,7 @@ Read = Callable[[States, Any], States]
 Method = Literal["auto", "reference", "chunked", "associative", "goom", "fused"]
 
 # Of n states fit into the registers of a GPU's program.
-FUSED_MAX_STATES = 4
+FUSED_MAX_STATES = 16
 
 
 def every_state(h: States, gates: Any) -> States:
@@ -58,34 +58,91 @@ def linear_scan(
     read: Read = every_state,
     read_gates: Any = (),
     offset: jax.Array | None = None,
+    copies: int = 1,
 ) -> jax.Array:
     """Run the recurrence over time.
 
     make_step(*constants) is the step: (h, gates_t, inputs_t) -> h. h, inputs_t: so many spectra [B, F, C] as counts
     says, (states, inputs).
     constants: tuple of arrays or spectra that broadcast to [F, C]; the step closes over no other arrays.
-    gates: pytree of real arrays [B or 1, T, F or 1, C or 1].
+    gates: pytree of real arrays [B or 1, T, F or 1, C or 1], and of Packed spectra [B, T, 2, F, n C], of which a step
+    is shown the tuple of n.
     inputs: spectra packed, [B, T, 2, F, n C], or with one step where the input is the same at every t. With one plane
     in place of two they are real, and so are all states: their imaginary planes are zero to the step, and not returned.
     offset [n C]: added to the real plane of the inputs at frequency 0, at every step: what is constant in space.
     stable: run `stable_step(step)` instead.
     read(h_t, read_gates_t): the spectra to return of a step, linear in h_t; read_gates as gates, with last_only of one
     step or all.
+    copies: so many recurrences alike but for their inputs, which lie side by side; so does what is read of them.
     Returns what is read, packed, [B, T, 2, F, m C] in the dtype of the inputs; with last_only, of t = T - 1 alone.
     """
     num_steps = jax.tree.leaves(gates)[0].shape[1]
-    method = choose_method(method, num_steps, counts[0], inputs.dtype)
+    method = choose_method(method, num_steps, copies * counts[0], inputs.dtype)
     if last_only:
         read_gates = jax.tree.map(lambda r: r[:, -1:], read_gates)
     if method == "fused":
         make = (lambda *parts: stable_step(make_step(*parts))) if stable else make_step
+        if copies > 1:
+            make, read, counts = (
+                _side_by_side(make, copies),
+                _each(read, copies),
+                (counts[0] * copies, counts[1] * copies),
+            )
         return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates, offset)
     if offset is not None:
         inputs = inputs.at[:, :, 0, 0].add(offset.astype(inputs.dtype))
     timed = lambda tree: jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tree)
-    run = _Run(make_step(*constants), stable, counts, inputs.shape[2], inputs.dtype, num_steps, last_only, read)
+    step = make_step(*constants)
+    run = _Run(
+        step=lambda h, gates_t, u: step(h, _shown(gates_t), u),
+        stable=stable,
+        counts=counts,
+        planes=inputs.shape[2],
+        dtype=inputs.dtype,
+        num_steps=num_steps,
+        last_only=last_only,
+        read=lambda h, gates_t: read(h, _shown(gates_t)),
+    )
     at_steps = _Timed(timed(gates), timed(inputs), timed(read_gates))
-    return jnp.moveaxis(_RUNS[method](run, at_steps), 0, 1)
+    if copies == 1:
+        return jnp.moveaxis(_RUNS[method](run, at_steps), 0, 1)
+    # What has no input in it is computed once for all of them.
+    split = at_steps.inputs.reshape(*at_steps.inputs.shape[:-1], copies, -1)
+    one = lambda inputs: _RUNS[method](run, at_steps._replace(inputs=inputs))
+    out = jax.vmap(one, in_axes=-2, out_axes=-2)(split)
+    return jnp.moveaxis(out.reshape(*out.shape[:-2], -1), 0, 1)
+
+
+def _shown(gates: Any) -> Any:
+    """Gates of a step as the step sees them."""
+    return jax.tree.map(
+        lambda g: unpack(g.array, g.count, -3) if isinstance(g, Packed) else g, gates, is_leaf=is_packed
+    )
+
+
+def _side_by_side(make_step: Callable[..., Step], copies: int) -> Callable[..., Step]:
+    """The step of several recurrences, whose states come one after the other, as their inputs do."""
+
+    def make(*constants):
+        step = make_step(*constants)
+
+        def steps(h: States, gates: Any, inputs: States) -> States:
+            pairs = zip(_parts(h, copies), _parts(inputs, copies), strict=True)
+            return tuple(state for h_i, u_i in pairs for state in step(h_i, gates, u_i))
+
+        return steps
+
+    return make
+
+
+def _each(read: Read, copies: int) -> Read:
+    """What is read of each, one after the other."""
+    return lambda h, gates: tuple(spectrum for h_i in _parts(h, copies) for spectrum in read(h_i, gates))
+
+
+def _parts(spectra: States, count: int) -> list[States]:
+    size = len(spectra) // count
+    return [spectra[i * size : (i + 1) * size] for i in range(count)]
 
 
 def choose_method(method: Method, num_steps: int, num_states: int, dtype: jnp.dtype) -> Method:

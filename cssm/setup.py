@@ -219,12 +219,15 @@ def data_record(outline: Outline) -> dict[str, Any]:
     return {"classes": list(outline.classes), "train_examples": outline.examples["train"]}
 
 
-def wrapper(config: Config, strategy: Replicated) -> Callable | None:
-    """How the steps wrap each block (models.build): gather its parameters, and run it again in the backward pass."""
+def wrapper(config: Config, strategy: Replicated) -> Callable[[type[nn.Module]], Any]:
+    """How the steps wrap each block (models.build): gather its parameters, and run it again in the backward pass.
+
+    Blocks that are alike are traced and lowered once.
+    """
     if isinstance(strategy, ShardedParams):
         # Without remat, what was gathered in the forward pass would be kept for the backward pass.
-        return lambda block: nn.remat(nn.map_variables(block, "params", trans_in_fn=gather))
-    return nn.remat if config.remat else None
+        return lambda block: nn.jit(nn.remat(nn.map_variables(block, "params", trans_in_fn=gather)))
+    return (lambda block: nn.jit(nn.remat(block))) if config.remat else nn.jit
 
 
 def _fitted(config: Config, outline: Outline, report: Reporter) -> Config:

@@ -11,7 +11,8 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,20 @@ class Spectrum(NamedTuple):
 
     re: jax.Array
     im: jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["count"])
+@dataclass(frozen=True)
+class Packed:
+    """`count` spectra side by side (see `pack`), which know that they are."""
+
+    array: jax.Array
+    count: int
+
+
+def is_packed(node: Any) -> bool:
+    """Of a pytree: whether it is Packed."""
+    return isinstance(node, Packed)
 
 
 def choose_backend(backend: Backend, height: int, width: int, platform: str) -> Literal["fft", "dft"]:

@@ -15,7 +15,7 @@ from cssm.cells.core import gated_states
 from cssm.flops import count_flops
 from cssm.fused import fused_scan
 from cssm.scan import every_state, linear_scan
-from cssm.spectral import Spectrum
+from cssm.spectral import Packed, Spectrum
 
 B, F = 4, 3
 
@@ -46,10 +46,11 @@ def packed(*shape, count=1):
 NAMES = hgru_bi.DECAYS + hgru_bi.COUPLINGS + hgru_bi.READS
 
 
-def problem(steps, channels, still=False, batch=B):
+def problem(steps, channels, still=False, batch=B, frequencies=F):
     """hgru_bi's recurrence: (make_step, constants, counts, gates, inputs)."""
-    inputs = packed(batch, 1 if still else steps, F, channels, count=3)
-    return hgru_bi._step, spectra(F, channels, count=2), (3, 3), gates(NAMES, batch, steps, F, 1), inputs
+    inputs = packed(batch, 1 if still else steps, frequencies, channels, count=3)
+    shared = gates(NAMES, batch, steps, frequencies, 1)
+    return hgru_bi._step, spectra(frequencies, channels, count=2), (3, 3), shared, inputs
 
 
 def both(
@@ -63,6 +64,7 @@ def both(
     read=every_state,
     read_gates=(),
     offset=None,
+    copies=1,
 ):
     """((what is read, gradients) of the reference, of the kernel)."""
 
@@ -71,7 +73,7 @@ def both(
         def loss(arrays):
             constants, gates, inputs, read_gates, offset = arrays
             out = linear_scan(
-                make_step, constants, counts, gates, inputs, method, last_only, stable, read, read_gates, offset
+                make_step, constants, counts, gates, inputs, method, last_only, stable, read, read_gates, offset, copies
             )
             # Weights of their own for every number: a mistaken place would change the sum.
             return jnp.sum(out * numbers(*out.shape)), out
@@ -106,6 +108,7 @@ def test_values_and_gradients_are_those_of_the_reference(steps, channels, still,
 
 def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
     monkeypatch.setattr(fused, "BLOCK", 4)
+    monkeypatch.setattr(fused, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(fused, "PROGRAMS", 2 * F * 2)  # two parts of two examples
     same(*problem(3, 6))
 
@@ -118,28 +121,27 @@ def test_stable_transition_is_taken_within_the_kernel():
         assert np.abs(stable[0] - plain[0]).max() > 0.01
 
 
-def test_rows_of_a_matrix_under_vmap():
-    """As gdn runs: the rows of v are mapped, keys and gates are theirs in common."""
+@pytest.mark.parametrize("last_only", [False, True])
+def test_copies_share_their_keys(last_only):
+    """As gdn runs: the rows of a matrix move alike, and keys, gates and queries are theirs in common."""
     d, heads = 2, 3
-    shared = gates(("alpha", "beta"), B, 3, F, 1) | {"k": spectra(B, 3, F, heads, count=d)}
     make_step = functools.partial(gdn._step, stable=False)
-    kernel, rows, asked = spectra(F, heads)[0], numbers(d, B, 3, 2, F, heads), spectra(B, 3, F, heads, count=d)
-    with jax.enable_x64(True):
+    shared = gates(("alpha", "beta"), B, 3, F, 1) | {"k": Packed(packed(B, 3, F, heads, count=d), d)}
+    asked = Packed(numbers(B, 3, 2, F, d * heads), d)
+    args = (make_step, spectra(F, heads), (d, 1), shared, packed(B, 3, F, heads, count=d))
+    same(*args, last_only=last_only, read=gdn._asked, read_gates=asked, copies=d)
 
-        @functools.partial(jax.jit, static_argnames="method")
-        def run(arrays, method):
-            def loss(arrays):
-                kernel, gates, q, v = arrays
-                scan = lambda row: linear_scan(
-                    make_step, (kernel,), (d, 1), gates, row, method, read=gdn._asked, read_gates=q
-                )
-                answers = jax.vmap(scan)(v)
-                return jnp.sum(jnp.sin(answers)), answers
 
-            return jax.grad(loss, has_aux=True)(arrays)
-
-        want, got = (run((kernel, shared, asked, rows), method=method) for method in ("reference", "fused"))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12), want, got)
+@pytest.mark.parametrize("frequencies,channels", [(1, 1), (F, 4), (5, 33)])
+def test_several_frequencies_in_a_program(frequencies, channels):
+    """Where channels are few: the last program may have frequencies too many, and gates may be alike at all of them."""
+    make_step, constants, counts, several, inputs = problem(3, channels, frequencies=frequencies)
+    several["decay_x"] = several["decay_x"][:, :, :1]
+    several["decay_y"] = 0.3 + numbers(1, 3, 1, channels)
+    several["decay_z"] = 0.3 + numbers(B, 3, frequencies, channels)
+    several["gamma"] = several["gamma"][:1, :, :1]
+    several["B"] = np.broadcast_to(several["B"][:1], (1, *several["B"].shape[1:]))
+    same(make_step, constants, counts, several, inputs, offset=numbers(3 * channels))
 
 
 def test_bf16_is_rounded_on_the_way_in_and_out_alone():
@@ -199,11 +201,11 @@ def test_it_lowers_for_a_gpu(monkeypatch, make_step, constants, count, names, st
 
 
 def test_operations_are_counted_for_every_program():
-    """A step of gated is 9 operations a number, and the kernel has as many programs as there are examples x F."""
-    make_step, constants, inputs = gated._step, spectra(F, 4), packed(B, 8, F, 4)
-    arrays = constants, gates(("decay", "write"), B, 8, F, 1), inputs
+    """A step of gated is 9 operations a number, of the kernel's too."""
+    make_step, constants, inputs = gated._step, spectra(4, 4), packed(B, 8, 4, 4)
+    arrays = constants, gates(("decay", "write"), B, 8, 4, 1), inputs
     scan = lambda *arrays: fused_scan(
         make_step, arrays[0], (1, 1), *arrays[1:], False, every_state, (), interpret=False
     )
     counted = count_flops(scan, *(shapes_of(part, jnp.float32) for part in arrays))
-    assert 10 * B * 8 * F * 4 <= counted <= 14 * B * 8 * F * 4
+    assert 10 * B * 8 * 4 * 4 <= counted <= 14 * B * 8 * 4 * 4

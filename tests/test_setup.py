@@ -4,10 +4,12 @@ import math
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cssm.config import UserError, resolve
+from cssm.models.vit import MLP
 from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.setup import data_record, describe, set_up
@@ -62,19 +64,40 @@ def test_the_kernel_is_refused_where_there_is_no_gpu(tmp_path):
         made(tmp_path, max_steps=1, scan="fused")
 
 
+def operations(setup):
+    """The forward pass of the model that takes the steps, as text."""
+    variables = {"params": setup.layout().params}
+    return str(jax.make_jaxpr(setup.step_model.apply)(variables, jnp.zeros((1, *setup.outline.image_shape))))
+
+
 def test_remat_wraps_the_blocks(tmp_path):
-    assert made(tmp_path, arch="vit", remat=True, max_steps=1).step_model.wrap_block is nn.remat
-    assert made(tmp_path, arch="vit", max_steps=1).step_model.wrap_block is None
+    assert "remat2[" in operations(made(tmp_path, arch="vit", remat=True, max_steps=1))
+    assert "remat2[" not in operations(made(tmp_path, arch="vit", max_steps=1))
 
 
 def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch, capsys):
     small = {"arch": "vit", "max_steps": 1}
     plain = made(tmp_path, **small)
     need = plain.costs(plain.layout())["total_bytes"]
-    for limit, wrapped in ((2 * need, None), (need, nn.remat)):
+    for limit, again in ((2 * need, False), (need, True)):
         monkeypatch.setattr(par, "memory_limit", lambda devices, limit=limit: limit)
-        assert made(tmp_path, **small).step_model.wrap_block is wrapped
-    assert made(tmp_path, **small, remat=False).step_model.wrap_block is None
+        assert ("remat2[" in operations(made(tmp_path, **small))) is again
+    assert "remat2[" not in operations(made(tmp_path, **small, remat=False))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_blocks_that_are_alike_are_traced_once(tmp_path, remat):
+    """Of six the first, which may see a still image, the last, which returns one step, and one for all between them."""
+    setup, traced = made(tmp_path, arch="vit", depth=6, remat=remat, max_steps=1), []
+
+    def watch(call, args, kwargs, context):
+        if context.method_name == "__call__" and isinstance(context.module, MLP):
+            traced.append(context.module.name)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(watch):
+        operations(setup)
+    assert len(traced) == 3
 
 
 def test_devices_left_unused_are_told(tmp_path, capsys):

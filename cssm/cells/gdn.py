@@ -15,7 +15,7 @@ from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
 from cssm.scan import linear_scan
-from cssm.spectral import Spectrum, add, multiply, scale
+from cssm.spectral import Packed, Spectrum, add, multiply, scale
 
 # Under the square roots by which spectra are divided.
 EPSILON = 1e-6
@@ -59,34 +59,36 @@ class GatedDeltaNet(nn.Module):
         q, k, v = self._queries_keys_values(x, context, steps)
         if last_only:
             q, x = q[:, -1:], x[:, -1:]
-        # v as it is, packed and row by row; of q and k spectra.
-        v_hat = jnp.moveaxis(self._to_heads(v), -1, 0)
-        (q_hat,), (k_hat,) = (spectral.unpack(self._to_heads(part)) for part in (q, k))
+        q_hat, k_hat, v_hat = (self._to_heads(part) for part in (q, k, v))
         if self.use_spectral_l2_norm:
-            q_hat, k_hat = _unit(q_hat, axis=2), _unit(k_hat, axis=2)
-        k_hat = _unit(k_hat, axis=-1)
+            q_hat, k_hat = _unit(q_hat, d, axis=3), _unit(k_hat, d, axis=3)
+        k_hat = _unit(k_hat, d, axis=4)
 
         head_options = dataclasses.replace(o, channels=o.channels // d)
         kernel = core.SpectralKernel(head_options, core.xavier_normal_raw, self.spectral_clip, name="kernel")(
             height, width
         )
         gates = self._gates(context, height, width)
-        gates["k"] = jax.tree.map(lambda p: core.repeat_over_time(p, steps), _split(k_hat, d))
-        queries = jax.tree.map(lambda p: core.repeat_over_time(p, 1 if last_only else steps), _split(q_hat, d))
-
-        step = functools.partial(_step, stable=o.stable_transition)
-
-        def read_row(v_row: jax.Array) -> jax.Array:
-            return linear_scan(
-                step, (kernel,), (d, 1), gates, v_row, o.scan, last_only, read=_asked, read_gates=queries
-            )
-
-        # The rows of a head's matrix move alike: under vmap whatever has no v in it is computed once for all rows.
-        y_hat = jnp.moveaxis(jax.vmap(read_row)(v_hat), 0, -1)  # [B, T, 2, F, C / d, d]
-        y_hat = y_hat.reshape(*y_hat.shape[:3], height, -1, o.channels).astype(x.dtype)
+        gates["k"] = Packed(core.repeat_over_time(k_hat, steps), d)
+        queries = Packed(core.repeat_over_time(q_hat, 1 if last_only else steps), d)
+        # The rows of a head's matrix move alike, each by its component of v.
+        y_hat = linear_scan(
+            functools.partial(_step, stable=o.stable_transition),
+            (kernel,),
+            (d, 1),
+            gates,
+            v_hat,
+            o.scan,
+            last_only,
+            read=_asked,
+            read_gates=queries,
+            copies=d,
+        )
+        y_hat = core.unflatten(y_hat, height).astype(x.dtype)
         if self.cross_freq_conv_size:
             y_hat = self._cross_frequencies(y_hat)
-        y = self._normalise(spectral.irfft2(y_hat, width, o.backend))
+        y = spectral.irfft2(y_hat, width, o.backend)
+        y = self._normalise(_exchanged(y, d))
         act = nn.silu if self.output_gate_act == "silu" else nn.sigmoid
         y = y * act(nn.Dense(o.channels, dtype=o.dtype, name="gate_proj")(x))
         return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(y)
@@ -133,9 +135,9 @@ class GatedDeltaNet(nn.Module):
         return {"alpha": 0.1 + 0.89 * nn.sigmoid(alpha), "beta": nn.sigmoid(beta)}
 
     def _to_heads(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, W, C] -> its spectrum, packed, [B, T, 2, F, C / d, d]."""
-        x_hat = core.flatten(spectral.rfft2(x, self.options.backend))
-        return x_hat.reshape(*x_hat.shape[:4], -1, self.delta_key_dim)
+        """[B, T, H, W, C] -> its spectrum, packed, [B, T, 2, F, C]: d spectra of C / d heads side by side."""
+        x = _exchanged(x, x.shape[-1] // self.delta_key_dim)
+        return core.flatten(spectral.rfft2(x, self.options.backend))
 
     def _cross_frequencies(self, y_hat: jax.Array) -> jax.Array:
         """Convolve each plane of packed [B, T, 2, H, Wf, C] along Wf, one kernel for all rows and channels."""
@@ -155,20 +157,21 @@ class GatedDeltaNet(nn.Module):
         return nn.RMSNorm(epsilon=EPSILON, dtype=self.options.dtype, name="output_norm")(y)
 
 
-def _split(z: Spectrum, d: int) -> tuple[Spectrum, ...]:
-    """[..., d] -> d times [...]."""
-    return tuple(Spectrum(z.re[..., j], z.im[..., j]) for j in range(d))
+def _exchanged(x: jax.Array, count: int) -> jax.Array:
+    """[..., count m] -> the same channels in the order of [..., m, count]."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
 
 
 def _conjugate(z: Spectrum) -> Spectrum:
     return Spectrum(z.re, -z.im)
 
 
-def _unit(z: Spectrum, axis: int) -> Spectrum:
-    """Divide by the norm along an axis, which is taken in float32 at least."""
-    dtype = jnp.promote_types(z.re.dtype, jnp.float32)
-    power = jnp.square(z.re.astype(dtype)) + jnp.square(z.im.astype(dtype))
-    return scale(jax.lax.rsqrt(power.sum(axis, keepdims=True) + EPSILON).astype(z.re.dtype), z)
+def _unit(packed: jax.Array, d: int, axis: int) -> jax.Array:
+    """Divide d packed spectra [B, T, 2, F, d m] by their norm, in float32 at least, over F (axis 3) or the d (4)."""
+    z = packed.reshape(*packed.shape[:-1], d, -1)
+    power = jnp.square(z.astype(jnp.promote_types(z.dtype, jnp.float32)))
+    inverse = jax.lax.rsqrt(power.sum((2, axis), keepdims=True) + EPSILON)
+    return (inverse.astype(z.dtype) * z).reshape(packed.shape)
 
 
 def _asked(h: tuple[Spectrum, ...], q: tuple[Spectrum, ...]) -> tuple[Spectrum]:
