@@ -49,6 +49,7 @@ def fused_scan(
     read: Callable[[States, Any], States],
     read_gates: Tree,
     offset: jax.Array | None = None,
+    copies: int = 1,
     interpret: bool | None = None,
 ) -> jax.Array:
     """As cssm.scan.linear_scan; read_gates have as many steps as are read.
@@ -56,9 +57,12 @@ def fused_scan(
     Inside, all are float32 (float64 for float64 inputs). interpret None: where there is no GPU.
     """
     batch, still_steps, planes, frequencies, channels = inputs.shape
-    channels //= counts[1]
+    channels //= copies * counts[1]
+    inputs = inputs.reshape(*inputs.shape[:-1], copies, -1)
+    offset = offset if offset is None else offset.reshape(copies, -1)
     steps = jax.tree.leaves(gates)[0].shape[1]
     numbers = max(SMALLEST_BLOCK, BLOCK * STATES // max(STATES, 1 << (counts[0] - 1).bit_length()))
+    numbers = max(1, numbers >> (copies - 1).bit_length())  # of each copy
     block = min(numbers, 1 << (channels - 1).bit_length())
     rows = min(numbers // block, 1 << (frequencies - 1).bit_length())
     programs = -(-frequencies // rows) * -(-channels // block)
@@ -69,6 +73,7 @@ def fused_scan(
         time=steps,
         planes=planes,
         frequencies=frequencies,
+        copies=copies,
         channels=channels,
         num_states=counts[0],
         num_inputs=counts[1],
@@ -98,7 +103,8 @@ def fused_scan(
 
     scan.defvjp(forward, backward)
     constants = jax.tree.map(lambda k: jnp.broadcast_to(k, (frequencies, channels)), constants)
-    return scan(Operands(constants, gates, read_gates, inputs, offset))
+    out = scan(Operands(constants, gates, read_gates, inputs, offset))
+    return out.reshape(*out.shape[:-2], -1)
 
 
 def _call(kernel: Callable, plan: Plan, grid: tuple[int, ...], out_shape: Tree, operands: Tree) -> Tree:

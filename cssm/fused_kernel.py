@@ -1,5 +1,6 @@
 """What a program of the fused scan does, forward and backward, and how it finds its numbers: see cssm.fused."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,13 +30,14 @@ class Operands(NamedTuple):
 class Plan:
     """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward.
 
-    rows, block: frequencies and channels of a program.
+    copies: recurrences side by side. rows, block: frequencies and channels of a program, which takes all copies.
     """
 
     batch: int
     time: int
     planes: int
     frequencies: int
+    copies: int
     channels: int
     num_states: int
     num_inputs: int
@@ -79,12 +81,18 @@ class Plan:
         return self.starts + self.last_only
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the numbers of a program: a row, or several."""
-        return (self.block,) if self.rows == 1 else (self.rows, self.block)
+    def wide(self) -> int:
+        """What `copies` take of a program's numbers: a power of two."""
+        return 1 << (self.copies - 1).bit_length()
 
-    def zero(self) -> jax.Array:
-        return jnp.zeros(self.shape, self.carry)
+    def shape(self, own: bool) -> tuple[int, ...]:
+        """Of a program's numbers: [rows, copies, block], without an axis of one row or copy. own: each copy's own."""
+        rows = () if self.rows == 1 else (self.rows,)
+        copies = () if self.wide == 1 else (self.wide if own else 1,)
+        return (*rows, *copies, self.block)
+
+    def zero(self, own: bool = True) -> jax.Array:
+        return jnp.zeros(self.shape(own), self.carry)
 
     def zeros(self) -> States:
         return tuple(Spectrum(self.zero(), self.zero()) for _ in range(self.num_states))
@@ -98,7 +106,7 @@ class Plan:
         return jax.ShapeDtypeStruct((self.batch, gate.shape[1], frequencies, channels), self.carry)
 
     def packed(self, steps: int, count: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        shape = (self.batch, steps, self.planes, self.frequencies, count * self.channels)
+        shape = (self.batch, steps, self.planes, self.frequencies, self.copies, count * self.channels)
         return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -125,89 +133,109 @@ class Place:
     def __init__(self, plan: Plan, b: jax.Array, f: jax.Array, c: jax.Array):
         self.plan, self.b, self.column, self.c = plan, b, f, c
         self.zero = c * 0  # Pallas' interpreter wants traced indices
+        self.row = f if plan.rows == 1 else pl.ds(f * plan.rows, plan.rows)
+        self.copy = self.zero if plan.wide == 1 else pl.ds(self.zero, plan.wide)
+        self.frequencies = f * plan.rows + jnp.arange(plan.rows)
         self.channels = c * plan.block + jnp.arange(plan.block) < plan.channels
-        cut = plan.channels % plan.block
-        self.row, self.rows, self.mask = f, None, self.channels if cut else None
-        if plan.rows > 1:
-            self.row = pl.ds(f * plan.rows, plan.rows)
-            self.rows = f * plan.rows + jnp.arange(plan.rows) < plan.frequencies
-            if cut or plan.frequencies % plan.rows:
-                self.mask = self.rows[:, None] & self.channels
 
-    def _channels(self, number: int) -> Any:
+    def _channels(self, number: int = 0) -> Any:
         """Of one of several spectra side by side."""
         return pl.ds(self.c * self.plan.block + number * self.plan.channels, self.plan.block)
 
+    def _there(self, own: bool, where: Any = None) -> jax.Array | None:
+        """Which of a program's numbers there are, and only where `where`: None for all."""
+        plan, masks = self.plan, [] if where is None else [where]
+        if plan.channels % plan.block:
+            masks.append(self.channels)
+        if own and plan.wide > plan.copies:
+            masks.append((jnp.arange(plan.wide) < plan.copies)[:, None])
+        if plan.frequencies % plan.rows:
+            there = (self.frequencies < plan.frequencies)[:, None]
+            masks.append(there[:, None] if plan.wide > 1 else there)
+        return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), plan.shape(own)) if masks else None
+
+    def _flat(self, mask: jax.Array | None) -> jax.Array | None:
+        """Of what copies share, in memory, where it has no axis for them."""
+        return mask if mask is None or self.plan.wide == 1 else mask.reshape(*mask.shape[:-2], self.plan.block)
+
     def load(self, ref: Any, *index: Any, number: int = 0, where: Any = None) -> jax.Array:
-        """A block, zeros beyond the last frequency and channel, and where not `where`."""
-        mask = self.mask
-        if where is not None:
-            here = jnp.broadcast_to(where, self.plan.shape)
-            mask = here if mask is None else mask & here
-        at = ref.at[(*index, self._channels(number))]
+        """Of each copy, zeros beyond the last frequency, copy and channel, and where not `where`."""
+        at = ref.at[(*index, self.row, self.copy, self._channels(number))]
+        return self._read(at, self._there(True, where))
+
+    def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
+        at = ref.at[(*index, self.row, self.copy, self._channels(number))]
+        plt.store(at, value.astype(ref.dtype), mask=self._there(True))
+
+    def load_shared(self, ref: Any, *index: Any, number: int = 0) -> jax.Array:
+        """The same of what copies share."""
+        at = ref.at[(*index, self.row, self._channels(number))]
+        return self._read(at, self._flat(self._there(False))).reshape(self.plan.shape(False))
+
+    def store_shared(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
+        at = ref.at[(*index, self.row, self._channels(number))]
+        mask = self._flat(self._there(False))
+        plt.store(at, self._flat(value).astype(ref.dtype), mask=mask)
+
+    def _read(self, at: Any, mask: jax.Array | None) -> jax.Array:
         loaded = plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
         return loaded.astype(self.plan.carry)
 
-    def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
-        plt.store(ref.at[(*index, self._channels(number))], value.astype(ref.dtype), mask=self.mask)
-
-    def load_row(self, ref: Any, *index: Any, number: int = 0) -> jax.Array:
-        """A block of channels that is the same at all frequencies: [block], or [1, block] beside several of these."""
-        loaded = plt.load(ref.at[(*index, self._channels(number))], mask=self.channels, other=0.0)
-        loaded = loaded.astype(self.plan.carry)
-        return loaded if self.rows is None else loaded[None]
-
     def unpack(self, ref: Any, t: Any, count: int, where: Any = None) -> States:
-        """`count` spectra of a packed array [B, T, planes, F, count C], at step t."""
-
-        def plane(p: int, number: int) -> jax.Array:
-            if p == self.plan.planes:
-                return self.plan.zero()
-            return self.load(ref, self.b, t, self.zero + p, self.row, number=number, where=where)
-
-        return tuple(Spectrum(plane(0, i), plane(1, i)) for i in range(count))
+        """`count` spectra of each copy, packed [B, T, planes, F, copies, count C], at step t."""
+        load = lambda p, i: self.load(ref, self.b, t, self.zero + p, number=i, where=where)
+        return tuple(
+            Spectrum(load(0, i), load(1, i) if self.plan.planes == 2 else self.plan.zero()) for i in range(count)
+        )
 
     def pack(self, ref: Any, spectra: States, t: Any) -> None:
         for i, spectrum in enumerate(spectra):
             for p in range(self.plan.planes):
-                self.store(ref, spectrum[p], self.b, t, self.zero + p, self.row, number=i)
+                self.store(ref, spectrum[p], self.b, t, self.zero + p, number=i)
 
     def constants(self, refs: Tree) -> Tree:
-        return jax.tree.map(lambda ref: self.load(ref, self.row), refs)
+        return jax.tree.map(self.load_shared, refs)
 
     def gates(self, refs: Tree, t: Any) -> Tree:
         """A number for each frequency where all channels share it, else a block of them; what is packed as spectra."""
+        plan = self.plan
 
         def one(ref):
             if isinstance(ref, Packed):
-                return self.unpack(ref.array, t, ref.count)
+                load = lambda p, i: self.load_shared(ref.array, self.b, t, self.zero + p, number=i)
+                return tuple(Spectrum(load(0, i), load(1, i)) for i in range(ref.count))
             b = self.b if ref.shape[0] > 1 else self.zero
             _, _, frequencies, channels = ref.shape
+            if channels > 1 and frequencies > 1:
+                return self.load_shared(ref, b, t)
             if channels > 1:
-                return self.load_row(ref, b, t, self.zero) if frequencies == 1 else self.load(ref, b, t, self.row)
-            if frequencies == 1 or self.rows is None:
-                f = self.zero if frequencies == 1 else self.row
-                return plt.load(ref.at[b, t, f, self.zero]).astype(self.plan.carry)
-            loaded = plt.load(ref.at[b, t, self.row, self.zero], mask=self.rows, other=0.0)
-            return loaded.astype(self.plan.carry)[:, None]
+                return self._read(ref.at[b, t, self.zero, self._channels()], self.channels)
+            if frequencies == 1 or plan.rows == 1:
+                return plt.load(ref.at[b, t, self.zero if frequencies == 1 else self.row, self.zero]).astype(plan.carry)
+            loaded = self._read(ref.at[b, t, self.row, self.zero], self.frequencies < frequencies)
+            return loaded.reshape(plan.rows, *(1 for _ in plan.shape(True)[1:]))
 
         return jax.tree.map(one, refs, is_leaf=is_packed)
 
     def write_gates(self, d_refs: Tree, values: Tree, refs: Tree, t: Any) -> None:
         """Write this block's part of the gradients of `gates`, as Plan.part_of shapes it."""
+        plan = self.plan
         refs, structure = jax.tree.flatten(refs, is_leaf=is_packed)
         for d_ref, value, ref in zip(*map(structure.flatten_up_to, (d_refs, values)), refs, strict=True):
             if isinstance(ref, Packed):
-                self.pack(d_ref.array, value, t)
+                for i, spectrum in enumerate(value):
+                    for p in range(2):
+                        self.store_shared(d_ref.array, spectrum[p], self.b, t, self.zero + p, number=i)
                 continue
             _, _, frequencies, channels = ref.shape
             f = self.row if frequencies > 1 else self.column
             if channels > 1 and frequencies > 1:
-                self.store(d_ref, value, self.b, t, f)
+                self.store_shared(d_ref, value, self.b, t)
             elif channels > 1:
-                plt.store(d_ref.at[self.b, t, f, self._channels(0)], value.reshape(-1), mask=self.channels)
-            elif frequencies > 1 and self.rows is not None:
-                plt.store(d_ref.at[self.b, t, f, self.c], value[:, 0], mask=self.rows)
+                plt.store(d_ref.at[self.b, t, f, self._channels()], value, mask=self.channels)
+            elif frequencies > 1 and plan.rows > 1:
+                there = self.frequencies < frequencies
+                plt.store(d_ref.at[self.b, t, f, self.c], value.reshape(plan.rows), mask=there)
             else:
                 plt.store(d_ref.at[self.b, t, f, self.c], value)
 
@@ -218,12 +246,17 @@ class Place:
         return tuple(Spectrum(z.re + self._at_zero(refs.offset, i), z.im) for i, z in enumerate(u))
 
     def _at_zero(self, ref: Any, number: int) -> jax.Array:
-        """A block of channels at frequency 0, zeros elsewhere."""
-        if self.rows is None:
-            mask = self.channels & (self.column == 0)
-            return plt.load(ref.at[self._channels(number)], mask=mask, other=0.0).astype(self.plan.carry)
-        first = self.column * self.plan.rows + jnp.arange(self.plan.rows) == 0
-        return jnp.where(first[:, None], self.load_row(ref, number=number), 0.0)
+        """Of [copies, count C] at frequency 0, zeros elsewhere."""
+        plan, there = self.plan, self.channels
+        if plan.wide > 1:
+            there = (jnp.arange(plan.wide) < plan.copies)[:, None] & there
+        if plan.rows == 1:
+            there = there & (self.column == 0)
+        loaded = self._read(ref.at[self.copy, self._channels(number)], there)
+        if plan.rows == 1:
+            return loaded
+        first = (self.frequencies == 0).reshape(plan.rows, *(1 for _ in loaded.shape))
+        return jnp.where(first, loaded[None], 0.0)
 
 
 def _repeat(times: int, body: Callable, carry: Tree) -> Tree:
@@ -336,8 +369,8 @@ def backward_kernel(work: Work) -> Callable:
                 place.pack(d_refs.inputs, d_still, place.zero)
             return d_constants
 
-        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), refs.constants))
+        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(own=False), refs.constants))
         place = Place(plan, part, f, c)
-        jax.tree.map(lambda ref, v: place.store(ref, v, part, place.row), d_refs.constants, total)
+        jax.tree.map(lambda ref, v: place.store_shared(ref, v, part), d_refs.constants, total)
 
     return kernel

@@ -38,7 +38,7 @@ Read = Callable[[States, Any], States]
 Method = Literal["auto", "reference", "chunked", "associative", "goom", "fused"]
 
 # Of n states fit into the registers of a GPU's program.
-FUSED_MAX_STATES = 16
+FUSED_MAX_STATES = 4
 
 
 def every_state(h: States, gates: Any) -> States:
@@ -77,18 +77,12 @@ def linear_scan(
     Returns what is read, packed, [B, T, 2, F, m C] in the dtype of the inputs; with last_only, of t = T - 1 alone.
     """
     num_steps = jax.tree.leaves(gates)[0].shape[1]
-    method = choose_method(method, num_steps, copies * counts[0], inputs.dtype)
+    method = choose_method(method, num_steps, counts[0], inputs.dtype)
     if last_only:
         read_gates = jax.tree.map(lambda r: r[:, -1:], read_gates)
     if method == "fused":
         make = (lambda *parts: stable_step(make_step(*parts))) if stable else make_step
-        if copies > 1:
-            make, read, counts = (
-                _side_by_side(make, copies),
-                _each(read, copies),
-                (counts[0] * copies, counts[1] * copies),
-            )
-        return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates, offset)
+        return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates, offset, copies)
     if offset is not None:
         inputs = inputs.at[:, :, 0, 0].add(offset.astype(inputs.dtype))
     timed = lambda tree: jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tree)
@@ -118,31 +112,6 @@ def _shown(gates: Any) -> Any:
     return jax.tree.map(
         lambda g: unpack(g.array, g.count, -3) if isinstance(g, Packed) else g, gates, is_leaf=is_packed
     )
-
-
-def _side_by_side(make_step: Callable[..., Step], copies: int) -> Callable[..., Step]:
-    """The step of several recurrences, whose states come one after the other, as their inputs do."""
-
-    def make(*constants):
-        step = make_step(*constants)
-
-        def steps(h: States, gates: Any, inputs: States) -> States:
-            pairs = zip(_parts(h, copies), _parts(inputs, copies), strict=True)
-            return tuple(state for h_i, u_i in pairs for state in step(h_i, gates, u_i))
-
-        return steps
-
-    return make
-
-
-def _each(read: Read, copies: int) -> Read:
-    """What is read of each, one after the other."""
-    return lambda h, gates: tuple(spectrum for h_i in _parts(h, copies) for spectrum in read(h_i, gates))
-
-
-def _parts(spectra: States, count: int) -> list[States]:
-    size = len(spectra) // count
-    return [spectra[i * size : (i + 1) * size] for i in range(count)]
 
 
 def choose_method(method: Method, num_steps: int, num_states: int, dtype: jnp.dtype) -> Method:

@@ -105,7 +105,7 @@ def test_auto_is_the_kernel_where_there_is_a_gpu_for_it(monkeypatch):
     assert [choose_method("auto", steps, 3, jnp.float32) for steps in (64, 65)] == ["reference", "chunked"]
     monkeypatch.setattr(fused, "available", lambda: True)
     assert choose_method("auto", 65, 4, jnp.bfloat16) == "fused"
-    assert choose_method("auto", 8, 17, jnp.float32) == choose_method("auto", 8, 3, jnp.float64) == "reference"
+    assert choose_method("auto", 8, 5, jnp.float32) == choose_method("auto", 8, 3, jnp.float64) == "reference"
     assert choose_method("goom", 8, 3, jnp.float32) == "goom"
 
 
