@@ -56,7 +56,7 @@ def fused_scan(
 
     Inside, all are float32 (float64 for float64 inputs). interpret None: where there is no GPU.
     """
-    batch, still_steps, planes, frequencies, channels = inputs.shape
+    batch, shown, planes, frequencies, channels = inputs.shape
     channels //= copies * counts[1]
     inputs = inputs.reshape(*inputs.shape[:-1], copies, -1)
     offset = offset if offset is None else offset.reshape(copies, -1)
@@ -79,7 +79,7 @@ def fused_scan(
         num_inputs=counts[1],
         num_read=len(jax.eval_shape(read, (zero,) * counts[0], zeros)),
         dtype=inputs.dtype,
-        still=still_steps == 1 and steps > 1,
+        shown=shown,
         last_only=last_only,
         rows=rows,
         block=block,

@@ -30,7 +30,8 @@ class Operands(NamedTuple):
 class Plan:
     """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward.
 
-    copies: recurrences side by side. rows, block: frequencies and channels of a program, which takes all copies.
+    shown: steps that have an input of their own; the last one is shown to those after them. copies: recurrences side by
+    side. rows, block: frequencies and channels of a program, which takes all copies.
     """
 
     batch: int
@@ -43,7 +44,7 @@ class Plan:
     num_inputs: int
     num_read: int
     dtype: jnp.dtype  # of the results
-    still: bool
+    shown: int
     last_only: bool
     rows: int
     block: int
@@ -163,9 +164,9 @@ class Place:
         at = ref.at[(*index, self.row, self.copy, self._channels(number))]
         return self._read(at, self._there(True, where))
 
-    def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
+    def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0, where: Any = None) -> None:
         at = ref.at[(*index, self.row, self.copy, self._channels(number))]
-        plt.store(at, value.astype(ref.dtype), mask=self._there(True))
+        plt.store(at, value.astype(ref.dtype), mask=self._there(True, where))
 
     def load_shared(self, ref: Any, *index: Any, number: int = 0) -> jax.Array:
         """The same of what copies share."""
@@ -188,10 +189,10 @@ class Place:
             Spectrum(load(0, i), load(1, i) if self.plan.planes == 2 else self.plan.zero()) for i in range(count)
         )
 
-    def pack(self, ref: Any, spectra: States, t: Any) -> None:
+    def pack(self, ref: Any, spectra: States, t: Any, where: Any = None) -> None:
         for i, spectrum in enumerate(spectra):
             for p in range(self.plan.planes):
-                self.store(ref, spectrum[p], self.b, t, self.zero + p, number=i)
+                self.store(ref, spectrum[p], self.b, t, self.zero + p, number=i, where=where)
 
     def constants(self, refs: Tree) -> Tree:
         return jax.tree.map(self.load_shared, refs)
@@ -239,8 +240,12 @@ class Place:
             else:
                 plt.store(d_ref.at[self.b, t, f, self.c], value)
 
+    def shown(self, t: Any) -> Any:
+        """The step whose input step t sees."""
+        return t if self.plan.shown == self.plan.time else jnp.minimum(t, self.plan.shown - 1)
+
     def inputs(self, refs: Operands, t: Any) -> States:
-        u = self.unpack(refs.inputs, self.zero if self.plan.still else t, self.plan.num_inputs)
+        u = self.unpack(refs.inputs, self.shown(t), self.plan.num_inputs)
         if refs.offset is None:
             return u
         return tuple(Spectrum(z.re + self._at_zero(refs.offset, i), z.im) for i, z in enumerate(u))
@@ -326,7 +331,7 @@ def backward_kernel(work: Work) -> Callable:
                 return grads
 
             def segment(carry, first, length, number):
-                dh, d_constants, d_still = carry
+                dh, d_constants, d_last = carry
                 h = plan.zeros()
                 if plan.starts:
                     before = jnp.maximum(number - 1, 0)
@@ -342,11 +347,12 @@ def backward_kernel(work: Work) -> Callable:
                     dk, dh, dg, du = pull(dh, t, states[s], gates_at[s])
                     d_constants = jax.tree.map(jnp.add, d_constants, dk)
                     place.write_gates(d_refs.gates, dg, refs.gates, t)
-                    if plan.still:
-                        d_still = jax.tree.map(jnp.add, d_still, du)
-                    else:
-                        place.pack(d_refs.inputs, du, t)
-                return dh, d_constants, d_still
+                    if d_last is not None:  # the sum over all steps that see the last input, or one alone
+                        add = lambda total, d, t=t: d + jnp.where(t >= plan.shown - 1, total, 0.0)
+                        du = d_last = jax.tree.map(add, d_last, du)
+                    where = None if d_last is None else t < plan.shown
+                    place.pack(d_refs.inputs, du, place.shown(t), where)
+                return dh, d_constants, d_last
 
             dh = plan.zeros()
             if plan.last_only:
@@ -355,7 +361,7 @@ def backward_kernel(work: Work) -> Callable:
                 dh, dr = jax.vjp(work.read, h, place.gates(refs.read_gates, place.zero))[1](d_out)
                 place.write_gates(d_refs.read_gates, dr, refs.read_gates, place.zero)
             nothing = tuple(Spectrum(plan.zero(), plan.zero()) for _ in range(plan.num_inputs))
-            carry = (dh, d_constants, nothing if plan.still else None)
+            carry = (dh, d_constants, nothing if plan.shown < plan.time else None)
             left = plan.time % plan.segment
             if left:
                 carry = segment(carry, place.zero + plan.time - left, left, place.zero + plan.segments)
@@ -364,10 +370,7 @@ def backward_kernel(work: Work) -> Callable:
                 number = plan.segments - 1 - j
                 return segment(carry, number * plan.segment, plan.segment, number)
 
-            _, d_constants, d_still = _repeat(plan.segments, body, carry)
-            if plan.still:
-                place.pack(d_refs.inputs, d_still, place.zero)
-            return d_constants
+            return _repeat(plan.segments, body, carry)[1]
 
         total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(own=False), refs.constants))
         place = Place(plan, part, f, c)

@@ -67,8 +67,9 @@ def linear_scan(
     constants: tuple of arrays or spectra that broadcast to [F, C]; the step closes over no other arrays.
     gates: pytree of real arrays [B or 1, T, F or 1, C or 1], and of Packed spectra [B, T, 2, F, n C], of which a step
     is shown the tuple of n.
-    inputs: spectra packed, [B, T, 2, F, n C], or with one step where the input is the same at every t. With one plane
-    in place of two they are real, and so are all states: their imaginary planes are zero to the step, and not returned.
+    inputs: spectra packed, [B, S, 2, F, n C], the last of S <= T steps standing for those after it: one for a still
+    image. With one plane in place of two they are real, and so are all states: their imaginary planes are zero to the
+    step, and not returned.
     offset [n C]: added to the real plane of the inputs at frequency 0, at every step: what is constant in space.
     stable: run `stable_step(step)` instead.
     read(h_t, read_gates_t): the spectra to return of a step, linear in h_t; read_gates as gates, with last_only of one
@@ -85,6 +86,8 @@ def linear_scan(
         return fused.fused_scan(make, constants, counts, gates, inputs, last_only, read, read_gates, offset, copies)
     if offset is not None:
         inputs = inputs.at[:, :, 0, 0].add(offset.astype(inputs.dtype))
+    if inputs.shape[1] > 1:
+        inputs = repeat_over_time(inputs, num_steps)
     timed = lambda tree: jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tree)
     step = make_step(*constants)
     run = _Run(
@@ -112,6 +115,17 @@ def _shown(gates: Any) -> Any:
     return jax.tree.map(
         lambda g: unpack(g.array, g.count, -3) if isinstance(g, Packed) else g, gates, is_leaf=is_packed
     )
+
+
+def repeat_over_time(x: jax.Array, num_steps: int | None) -> jax.Array:
+    """[B, S, ...] -> [B, num_steps, ...]: the last of S <= num_steps steps stands for those after it."""
+    missing = (num_steps or 0) - x.shape[1]
+    if missing <= 0:
+        return x
+    if x.shape[1] == 1:
+        return jnp.broadcast_to(x, (x.shape[0], num_steps, *x.shape[2:]))
+    after = jnp.broadcast_to(x[:, -1:], (x.shape[0], missing, *x.shape[2:]))
+    return jnp.concatenate([x, after], axis=1)
 
 
 def choose_method(method: Method, num_steps: int, num_states: int, dtype: jnp.dtype) -> Method:

@@ -32,6 +32,8 @@ from parallel.sync import Replicated
 WARMUP_SHARE = 0.05
 # Of a device's memory: what an estimate of the step may fill before its blocks are computed twice.
 FULL = 0.85
+# Maps that a parameter array gives at most, in a bound on the memory of a step.
+ARRAYS = 4
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,26 @@ def _too_large(setup: Setup) -> str | None:
     always = isinstance(setup.strategy, ShardedParams)  # see `wrapper`
     if limit is None or always or "remat" not in applicable(setup.config):
         return None
-    need = setup.costs(setup.layout())["total_bytes"]
+    layout = setup.layout()
+    if most_bytes(setup, layout) < FULL * limit:
+        return None
+    need = setup.costs(layout)["total_bytes"]
     assert need is not None, "a sum"
     if need < FULL * limit:
         return None
     return f"the step would need about {need / 2**30:.0f} GiB on each device, of {limit / 2**30:.0f}"
+
+
+def most_bytes(setup: Setup, layout: TrainState) -> int:
+    """More than `Setup.costs` can come to, known without tracing the step, which takes seconds on a slow host.
+
+    As if every parameter array gave ARRAYS maps as wide as the widest of them, at every pixel and step, in float32.
+    """
+    shape, leaves = setup.outline.image_shape, jax.tree.leaves(layout.params)
+    steps = max(setup.config.seq_len or 1, shape[0] if len(shape) == 4 else 1) + setup.config.n_register_tokens
+    positions = setup.batching.batch_size * setup.batching.grad_accum * steps * shape[-3] * shape[-2]
+    maps = 4 * ARRAYS * positions * len(leaves) * max(leaf.shape[-1] for leaf in leaves if leaf.ndim)
+    return maps + 8 * _bytes(layout) + (1 + setup.config.prefetch) * positions * shape[-1]
 
 
 def with_lr(setup: Setup, lr: float) -> Setup:

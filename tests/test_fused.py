@@ -46,9 +46,9 @@ def packed(*shape, count=1):
 NAMES = hgru_bi.DECAYS + hgru_bi.COUPLINGS + hgru_bi.READS
 
 
-def problem(steps, channels, still=False, batch=B, frequencies=F):
+def problem(steps, channels, shown=None, batch=B, frequencies=F):
     """hgru_bi's recurrence: (make_step, constants, counts, gates, inputs)."""
-    inputs = packed(batch, 1 if still else steps, frequencies, channels, count=3)
+    inputs = packed(batch, shown or steps, frequencies, channels, count=3)
     shared = gates(NAMES, batch, steps, frequencies, 1)
     return hgru_bi._step, spectra(frequencies, channels, count=2), (3, 3), shared, inputs
 
@@ -92,18 +92,18 @@ def same(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "steps,channels,still,last_only",
+    "steps,channels,shown,last_only",
     [
-        (1, 4, False, False),
-        (2, 4, False, True),  # one segment
-        (5, 4, False, False),  # two segments, a step that is left
-        (4, 5, True, True),  # channels beyond the last one are masked
-        (3, 4, True, False),
+        (1, 4, 1, False),
+        (2, 4, 2, True),  # one segment
+        (5, 4, 5, False),  # two segments, a step that is left
+        (4, 5, 1, True),  # channels beyond the last one are masked; a still image
+        (5, 4, 3, False),  # the third input stays
     ],
 )
-def test_values_and_gradients_are_those_of_the_reference(steps, channels, still, last_only):
+def test_values_and_gradients_are_those_of_the_reference(steps, channels, shown, last_only):
     offset = numbers(3 * channels)  # added at frequency 0
-    same(*problem(steps, channels, still), last_only=last_only, offset=offset)
+    same(*problem(steps, channels, shown), last_only=last_only, offset=offset)
 
 
 def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):

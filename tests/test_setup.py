@@ -14,7 +14,7 @@ from cssm.config import UserError, resolve
 from cssm.models.vit import MLP
 from cssm.report import Reporter
 from cssm.runs import Run
-from cssm.setup import data_record, describe, set_up
+from cssm.setup import data_record, describe, most_bytes, set_up
 from parallel import devices as par
 
 # 40 examples in batches of 8: 5 steps an epoch
@@ -87,10 +87,21 @@ def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch,
     small = {"arch": "vit", "max_steps": 1}
     plain = made(tmp_path, **small)
     need = plain.costs(plain.layout())["total_bytes"]
+    monkeypatch.setattr("cssm.setup.most_bytes", lambda setup, layout: 100 * need)
     for limit, again in ((2 * need, False), (need, True)):
         monkeypatch.setattr(par, "memory_limit", lambda devices, limit=limit: limit)
         assert runs_blocks_again(made(tmp_path, **small)) is again
     assert not runs_blocks_again(made(tmp_path, **small, remat=False))
+
+
+@pytest.mark.parametrize(
+    "model", [{"cssm": "standard"}, {"arch": "vit", "cssm": "gdn"}, {"cssm": "gated", "seq_len": 8}]
+)
+def test_the_bound_on_memory_is_above_the_estimate(tmp_path, model):
+    """By far: whoever is below it need not be traced."""
+    setup = made(tmp_path, **model, max_steps=1)
+    layout = setup.layout()
+    assert most_bytes(setup, layout) > 8 * setup.costs(layout)["total_bytes"]
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -9,13 +9,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import dtypes
 
 from cssm import spectral
 from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
 from cssm.positions import time_code
-from cssm.scan import Method, linear_scan
+from cssm.scan import Method, linear_scan, repeat_over_time
 from cssm.spectral import Backend, Spectrum
 
 
@@ -123,9 +122,10 @@ class SpectralDense(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """Depthwise convolution over a step and the `taps` - 1 before it, zeros before t = 0; its result has T steps.
+    """Depthwise convolution over a step and the `taps` - 1 before it, zeros before t = 0: [B, T, H, W, C] like x.
 
-    x [B, T, H, W, C], or [B, 1, H, W, C] shown num_steps times.
+    x [B, 1, H, W, C] is shown num_steps times, and of the result the first `taps` steps are returned: those after them
+    are like the last.
     """
 
     taps: int
@@ -137,7 +137,7 @@ class CausalConv(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         if x.shape[1] == 1:  # the same input at every step: only how many taps it has reached changes
-            reached = jnp.cumsum(kernel[::-1], axis=0)[np.minimum(np.arange(num_steps), self.taps - 1)]
+            reached = jnp.cumsum(kernel[::-1], axis=0)[:num_steps]
             return reached[:, None, None, :] * x + bias
         past = jnp.pad(x, ((0, 0), (self.taps - 1, 0), (0, 0), (0, 0), (0, 0)))
         return spectral.total([kernel[i] * past[:, i : i + num_steps] for i in range(self.taps)]) + bias
@@ -226,7 +226,10 @@ def depthwise(channels: int, size: int, dtype: jnp.dtype | None, name: str) -> n
 
 
 def short_convs(x: jax.Array, options: CellOptions, spatial_size: int, taps: int, num_steps: int) -> jax.Array:
-    """Depthwise convolution over space, then the causal one over time; 0 leaves one out. In a compact call."""
+    """Depthwise convolution over space, then the causal one over time; 0 leaves one out. In a compact call.
+
+    Of a still image [B, 1, H, W, C] the steps that differ: see CausalConv.
+    """
     if spatial_size:
         x = depthwise(options.channels, spatial_size, options.dtype, "short_conv_spatial")(x)
     if taps:
@@ -330,13 +333,6 @@ def flatten(x_hat: jax.Array) -> jax.Array:
 def unflatten(x_hat: jax.Array, height: int) -> jax.Array:
     """Packed spectra [B, T, 2, F, C] -> [B, T, 2, H, Wf, C]."""
     return x_hat.reshape(*x_hat.shape[:3], height, -1, x_hat.shape[-1])
-
-
-def repeat_over_time(x: jax.Array, num_steps: int | None) -> jax.Array:
-    """[B, 1, ...] -> [B, num_steps, ...]; an x that has its own time steps is returned as it is."""
-    if num_steps is None or x.shape[1] == num_steps:
-        return x
-    return jnp.broadcast_to(x, (x.shape[0], num_steps, *x.shape[2:]))
 
 
 def xavier_normal_raw(key: jax.Array, shape: tuple[int, int, int], dtype=jnp.float32) -> jax.Array:

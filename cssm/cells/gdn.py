@@ -103,6 +103,7 @@ class GatedDeltaNet(nn.Module):
             qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
         if self.short_conv_size:
             qkv = nn.silu(core.CausalConv(self.short_conv_size, o.dtype, name="short_conv")(qkv, steps))
+            qkv = core.repeat_over_time(qkv, steps)
         q, k, v = jnp.split(qkv, 3, axis=-1)
         if self.use_input_gates:
             gate_k, gate_v = self._input_gates(x, context)
