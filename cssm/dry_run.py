@@ -24,7 +24,7 @@ def dry_run(setup: Setup, report: Reporter) -> dict[str, Any]:
     with --ema_decay), activation_bytes (estimated), batch_bytes (made ahead), and their sum, total_bytes.
     step: where a run that is resumed goes on.
     """
-    layout = setup.layout()
+    layout = setup.layout
     facts = describe(setup, sharded.whole_shapes(layout)) | {"dry_run": True, "run_dir": _directory(setup)}
     if setup.run.resumed:
         facts["step"] = saved_meta(setup.run.checkpoints)["step"]

@@ -62,10 +62,9 @@ def fused_scan(
     offset = offset if offset is None else offset.reshape(copies, -1)
     steps = jax.tree.leaves(gates)[0].shape[1]
     numbers = max(SMALLEST_BLOCK, BLOCK * STATES // max(STATES, 1 << (counts[0] - 1).bit_length()))
-    numbers = max(1, numbers >> (copies - 1).bit_length())  # of each copy
     block = min(numbers, 1 << (channels - 1).bit_length())
     rows = min(numbers // block, 1 << (frequencies - 1).bit_length())
-    programs = -(-frequencies // rows) * -(-channels // block)
+    programs = -(-frequencies // rows) * -(-channels // block) * copies
     zero = Spectrum(jnp.zeros(()), jnp.zeros(()))
     zeros = _of_gates(lambda gate: (zero,) * gate.count if isinstance(gate, Packed) else zero.re, read_gates)
     plan = Plan(
@@ -123,7 +122,7 @@ def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax
     keep = keep and plan.kept > 0
     out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
     out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
-    grid = (plan.batch, plan.columns, plan.blocks)
+    grid = plan.grid(plan.batch)
     result = _call(forward_kernel(work, keep), plan, grid, out_shape, (operands,))
     return result if keep else (result, None)
 
@@ -131,7 +130,7 @@ def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax
 def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax.Array) -> Operands:
     """The gradients of the operands."""
     plan, inputs, offset = work.plan, operands.inputs, operands.offset
-    partial = jax.ShapeDtypeStruct((plan.parts, plan.frequencies, plan.channels), plan.carry)
+    partial = jax.ShapeDtypeStruct((plan.parts, plan.copies, plan.frequencies, plan.channels), plan.carry)
     out_shape = Operands(
         jax.tree.map(lambda _: partial, operands.constants),
         _of_gates(plan.part_of, operands.gates),
@@ -139,13 +138,13 @@ def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax
         jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
         None,
     )
-    grid = (plan.parts, plan.columns, plan.blocks)
+    grid = plan.grid(plan.parts)
     parts = _call(backward_kernel(work), plan, grid, out_shape, (operands, kept, d_out))
     d_offset = None
     if offset is not None:
         d_offset = parts.inputs[:, :, 0, 0].astype(plan.carry).sum((0, 1)).astype(offset.dtype)
     return Operands(
-        jax.tree.map(lambda d, k: d.sum(0).astype(k.dtype), parts.constants, operands.constants),
+        jax.tree.map(lambda d, k: d.sum((0, 1)).astype(k.dtype), parts.constants, operands.constants),
         _of_gates(_gathered, operands.gates, parts.gates),
         _of_gates(_gathered, operands.read_gates, parts.read_gates),
         parts.inputs,
@@ -159,8 +158,14 @@ def _of_gates(function: Callable, *trees: Tree) -> Tree:
 
 
 def _gathered(gate: jax.Array | Packed, parts: jax.Array | Packed) -> jax.Array | Packed:
-    """The sum of a gate's parts over the axes that it is shared by: none, if it is packed."""
-    if isinstance(gate, Packed) or isinstance(parts, Packed):
-        return parts
+    """The sum of a gate's parts over copies and over the axes that it is shared by."""
+    if isinstance(gate, Packed):
+        return jax.tree.map(lambda part, array: _sum(part, (0,), array), parts, gate)
     shared = [axis for axis in (0, 2, 3) if gate.shape[axis] == 1]
-    return parts.sum(shared, keepdims=True).astype(gate.dtype) if shared else parts.astype(gate.dtype)
+    total = _sum(parts, (0, *(axis + 1 for axis in shared)), gate)
+    return total.reshape(gate.shape)
+
+
+def _sum(parts: jax.Array, axes: tuple[int, ...], like: jax.Array) -> jax.Array:
+    """In float32 at least, then as `like`."""
+    return parts.astype(jnp.promote_types(parts.dtype, jnp.float32)).sum(axes).astype(like.dtype)

@@ -31,7 +31,7 @@ class Plan:
     """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward.
 
     shown: steps that have an input of their own; the last one is shown to those after them. copies: recurrences side by
-    side. rows, block: frequencies and channels of a program, which takes all copies.
+    side. rows, block: frequencies and channels of a program, which takes one copy.
     """
 
     batch: int
@@ -82,18 +82,16 @@ class Plan:
         return self.starts + self.last_only
 
     @property
-    def wide(self) -> int:
-        """What `copies` take of a program's numbers: a power of two."""
-        return 1 << (self.copies - 1).bit_length()
+    def shape(self) -> tuple[int, ...]:
+        """Of a program's numbers: a row of channels, or several."""
+        return (self.block,) if self.rows == 1 else (self.rows, self.block)
 
-    def shape(self, own: bool) -> tuple[int, ...]:
-        """Of a program's numbers: [rows, copies, block], without an axis of one row or copy. own: each copy's own."""
-        rows = () if self.rows == 1 else (self.rows,)
-        copies = () if self.wide == 1 else (self.wide if own else 1,)
-        return (*rows, *copies, self.block)
+    def grid(self, examples: int) -> tuple[int, ...]:
+        """Programs; the last axis has blocks of channels within copies."""
+        return (examples, self.columns, self.blocks * self.copies)
 
-    def zero(self, own: bool = True) -> jax.Array:
-        return jnp.zeros(self.shape(own), self.carry)
+    def zero(self) -> jax.Array:
+        return jnp.zeros(self.shape, self.carry)
 
     def zeros(self) -> States:
         return tuple(Spectrum(self.zero(), self.zero()) for _ in range(self.num_states))
@@ -101,10 +99,10 @@ class Plan:
     def part_of(self, gate: jax.Array | Packed) -> jax.ShapeDtypeStruct | Packed:
         """What the programs leave as a gate's gradient, to be summed over what they share: see `fused._gathered`."""
         if isinstance(gate, Packed):
-            return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), gate)
+            return Packed(jax.ShapeDtypeStruct((self.copies, *gate.array.shape), gate.array.dtype), gate.count)
         frequencies = self.columns if gate.shape[2] == 1 else self.frequencies
         channels = self.blocks if gate.shape[3] == 1 else self.channels
-        return jax.ShapeDtypeStruct((self.batch, gate.shape[1], frequencies, channels), self.carry)
+        return jax.ShapeDtypeStruct((self.copies, self.batch, gate.shape[1], frequencies, channels), self.carry)
 
     def packed(self, steps: int, count: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         shape = (self.batch, steps, self.planes, self.frequencies, self.copies, count * self.channels)
@@ -132,70 +130,51 @@ class Place:
     """Where a program is, and how it reads and writes there."""
 
     def __init__(self, plan: Plan, b: jax.Array, f: jax.Array, c: jax.Array):
-        self.plan, self.b, self.column, self.c = plan, b, f, c
+        self.plan, self.b, self.column = plan, b, f
+        self.copy, self.c = (c // plan.blocks, c % plan.blocks) if plan.copies > 1 else (c * 0, c)
         self.zero = c * 0  # Pallas' interpreter wants traced indices
         self.row = f if plan.rows == 1 else pl.ds(f * plan.rows, plan.rows)
-        self.copy = self.zero if plan.wide == 1 else pl.ds(self.zero, plan.wide)
         self.frequencies = f * plan.rows + jnp.arange(plan.rows)
-        self.channels = c * plan.block + jnp.arange(plan.block) < plan.channels
+        self.channels = self.c * plan.block + jnp.arange(plan.block) < plan.channels
 
     def _channels(self, number: int = 0) -> Any:
         """Of one of several spectra side by side."""
         return pl.ds(self.c * self.plan.block + number * self.plan.channels, self.plan.block)
 
-    def _there(self, own: bool, where: Any = None) -> jax.Array | None:
+    def _there(self, where: Any = None) -> jax.Array | None:
         """Which of a program's numbers there are, and only where `where`: None for all."""
         plan, masks = self.plan, [] if where is None else [where]
         if plan.channels % plan.block:
             masks.append(self.channels)
-        if own and plan.wide > plan.copies:
-            masks.append((jnp.arange(plan.wide) < plan.copies)[:, None])
         if plan.frequencies % plan.rows:
-            there = (self.frequencies < plan.frequencies)[:, None]
-            masks.append(there[:, None] if plan.wide > 1 else there)
-        return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), plan.shape(own)) if masks else None
-
-    def _flat(self, mask: jax.Array | None) -> jax.Array | None:
-        """Of what copies share, in memory, where it has no axis for them."""
-        return mask if mask is None or self.plan.wide == 1 else mask.reshape(*mask.shape[:-2], self.plan.block)
+            masks.append((self.frequencies < plan.frequencies)[:, None])
+        return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), plan.shape) if masks else None
 
     def load(self, ref: Any, *index: Any, number: int = 0, where: Any = None) -> jax.Array:
-        """Of each copy, zeros beyond the last frequency, copy and channel, and where not `where`."""
-        at = ref.at[(*index, self.row, self.copy, self._channels(number))]
-        return self._read(at, self._there(True, where))
+        """A block, zeros beyond the last frequency and channel, and where not `where`."""
+        return self._read(ref.at[(*index, self._channels(number))], self._there(where))
 
     def store(self, ref: Any, value: jax.Array, *index: Any, number: int = 0, where: Any = None) -> None:
-        at = ref.at[(*index, self.row, self.copy, self._channels(number))]
-        plt.store(at, value.astype(ref.dtype), mask=self._there(True, where))
-
-    def load_shared(self, ref: Any, *index: Any, number: int = 0) -> jax.Array:
-        """The same of what copies share."""
-        at = ref.at[(*index, self.row, self._channels(number))]
-        return self._read(at, self._flat(self._there(False))).reshape(self.plan.shape(False))
-
-    def store_shared(self, ref: Any, value: jax.Array, *index: Any, number: int = 0) -> None:
-        at = ref.at[(*index, self.row, self._channels(number))]
-        mask = self._flat(self._there(False))
-        plt.store(at, self._flat(value).astype(ref.dtype), mask=mask)
+        at = ref.at[(*index, self._channels(number))]
+        plt.store(at, value.astype(ref.dtype), mask=self._there(where))
 
     def _read(self, at: Any, mask: jax.Array | None) -> jax.Array:
         loaded = plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
         return loaded.astype(self.plan.carry)
 
     def unpack(self, ref: Any, t: Any, count: int, where: Any = None) -> States:
-        """`count` spectra of each copy, packed [B, T, planes, F, copies, count C], at step t."""
-        load = lambda p, i: self.load(ref, self.b, t, self.zero + p, number=i, where=where)
-        return tuple(
-            Spectrum(load(0, i), load(1, i) if self.plan.planes == 2 else self.plan.zero()) for i in range(count)
-        )
+        """`count` spectra of the copy, packed [B, T, planes, F, copies, count C], at step t."""
+        load = lambda p, i: self.load(ref, self.b, t, self.zero + p, self.row, self.copy, number=i, where=where)
+        imaginary = lambda i: load(1, i) if self.plan.planes == 2 else self.plan.zero()
+        return tuple(Spectrum(load(0, i), imaginary(i)) for i in range(count))
 
     def pack(self, ref: Any, spectra: States, t: Any, where: Any = None) -> None:
         for i, spectrum in enumerate(spectra):
             for p in range(self.plan.planes):
-                self.store(ref, spectrum[p], self.b, t, self.zero + p, number=i, where=where)
+                self.store(ref, spectrum[p], self.b, t, self.zero + p, self.row, self.copy, number=i, where=where)
 
     def constants(self, refs: Tree) -> Tree:
-        return jax.tree.map(self.load_shared, refs)
+        return jax.tree.map(lambda ref: self.load(ref, self.row), refs)
 
     def gates(self, refs: Tree, t: Any) -> Tree:
         """A number for each frequency where all channels share it, else a block of them; what is packed as spectra."""
@@ -203,42 +182,41 @@ class Place:
 
         def one(ref):
             if isinstance(ref, Packed):
-                load = lambda p, i: self.load_shared(ref.array, self.b, t, self.zero + p, number=i)
+                load = lambda p, i: self.load(ref.array, self.b, t, self.zero + p, self.row, number=i)
                 return tuple(Spectrum(load(0, i), load(1, i)) for i in range(ref.count))
             b = self.b if ref.shape[0] > 1 else self.zero
             _, _, frequencies, channels = ref.shape
             if channels > 1 and frequencies > 1:
-                return self.load_shared(ref, b, t)
+                return self.load(ref, b, t, self.row)
             if channels > 1:
                 return self._read(ref.at[b, t, self.zero, self._channels()], self.channels)
             if frequencies == 1 or plan.rows == 1:
                 return plt.load(ref.at[b, t, self.zero if frequencies == 1 else self.row, self.zero]).astype(plan.carry)
-            loaded = self._read(ref.at[b, t, self.row, self.zero], self.frequencies < frequencies)
-            return loaded.reshape(plan.rows, *(1 for _ in plan.shape(True)[1:]))
+            return self._read(ref.at[b, t, self.row, self.zero], self.frequencies < frequencies)[:, None]
 
         return jax.tree.map(one, refs, is_leaf=is_packed)
 
     def write_gates(self, d_refs: Tree, values: Tree, refs: Tree, t: Any) -> None:
-        """Write this block's part of the gradients of `gates`, as Plan.part_of shapes it."""
-        plan = self.plan
+        """Write this program's part of the gradients of `gates`, as Plan.part_of shapes it."""
+        plan, here = self.plan, (self.copy, self.b, t)
         refs, structure = jax.tree.flatten(refs, is_leaf=is_packed)
         for d_ref, value, ref in zip(*map(structure.flatten_up_to, (d_refs, values)), refs, strict=True):
             if isinstance(ref, Packed):
                 for i, spectrum in enumerate(value):
                     for p in range(2):
-                        self.store_shared(d_ref.array, spectrum[p], self.b, t, self.zero + p, number=i)
+                        self.store(d_ref.array, spectrum[p], *here, self.zero + p, self.row, number=i)
                 continue
             _, _, frequencies, channels = ref.shape
             f = self.row if frequencies > 1 else self.column
             if channels > 1 and frequencies > 1:
-                self.store_shared(d_ref, value, self.b, t)
+                self.store(d_ref, value, *here, f)
             elif channels > 1:
-                plt.store(d_ref.at[self.b, t, f, self._channels()], value, mask=self.channels)
+                plt.store(d_ref.at[*here, f, self._channels()], value, mask=self.channels)
             elif frequencies > 1 and plan.rows > 1:
                 there = self.frequencies < frequencies
-                plt.store(d_ref.at[self.b, t, f, self.c], value.reshape(plan.rows), mask=there)
+                plt.store(d_ref.at[*here, f, self.c], value.reshape(plan.rows), mask=there)
             else:
-                plt.store(d_ref.at[self.b, t, f, self.c], value)
+                plt.store(d_ref.at[*here, f, self.c], value)
 
     def shown(self, t: Any) -> Any:
         """The step whose input step t sees."""
@@ -252,16 +230,10 @@ class Place:
 
     def _at_zero(self, ref: Any, number: int) -> jax.Array:
         """Of [copies, count C] at frequency 0, zeros elsewhere."""
-        plan, there = self.plan, self.channels
-        if plan.wide > 1:
-            there = (jnp.arange(plan.wide) < plan.copies)[:, None] & there
-        if plan.rows == 1:
-            there = there & (self.column == 0)
-        loaded = self._read(ref.at[self.copy, self._channels(number)], there)
-        if plan.rows == 1:
-            return loaded
-        first = (self.frequencies == 0).reshape(plan.rows, *(1 for _ in loaded.shape))
-        return jnp.where(first, loaded[None], 0.0)
+        first, at = self.frequencies == 0, ref.at[self.copy, self._channels(number)]
+        if self.plan.rows == 1:
+            return self._read(at, self.channels & (self.column == 0))
+        return jnp.where(first[:, None], self._read(at, self.channels), 0.0)
 
 
 def _repeat(times: int, body: Callable, carry: Tree) -> Tree:
@@ -372,8 +344,8 @@ def backward_kernel(work: Work) -> Callable:
 
             return _repeat(plan.segments, body, carry)[1]
 
-        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(own=False), refs.constants))
+        total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), refs.constants))
         place = Place(plan, part, f, c)
-        jax.tree.map(lambda ref, v: place.store_shared(ref, v, part), d_refs.constants, total)
+        jax.tree.map(lambda ref, v: place.store(ref, v, part, place.copy, place.row), d_refs.constants, total)
 
     return kernel

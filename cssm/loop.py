@@ -54,7 +54,7 @@ class Loop:
     def start(self) -> None:
         """The state before the first step: fresh, or as the newest intact checkpoint holds it; and the banner."""
         setup, report, run = self.setup, self.report, self.setup.run
-        layout = setup.layout()
+        layout = setup.layout
         shapes = sharded.whole_shapes(layout)
         facts = describe(setup, shapes)
         report.banner(facts)
@@ -93,7 +93,7 @@ class Loop:
         state = found[0] if found else self.checkpoints.restore(shapes, step)[0]
         self.step = self.saved_step = step
         self.best, self.skipped = meta["best"], meta["skipped"]
-        self.engine.state = sharded.place(state, self.setup.layout(), self.setup.devices)
+        self.engine.state = sharded.place(state, self.setup.layout, self.setup.devices)
         return notes
 
     def take_steps(self) -> None:
@@ -145,7 +145,7 @@ class Loop:
         self.engine = Engine(self.setup, self.meter)
         self.engine.taken = taken
         if self.saved_step > 0:
-            self._restore(sharded.whole_shapes(self.setup.layout()))
+            self._restore(sharded.whole_shapes(self.setup.layout))
         else:
             self.step, self.best, self.skipped = 0, {}, 0
             self._begin()

@@ -120,7 +120,7 @@ def model_flops(setup: Setup) -> tuple[int | None, str | None]:
     """
     images = setup.batching.batch_size
     backward = make_backward(setup.model, Replicated(), unaugmented(setup.config), 1)
-    state = sharded.whole_shapes(setup.layout())
+    state = sharded.whole_shapes(setup.layout)
     axes = [(par.AXIS, setup.batching.devices)]
     try:
         return flops_of(trace(backward, state, setup.batch_shapes(images), axes=axes)) // images, None

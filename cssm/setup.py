@@ -1,5 +1,6 @@
 """What a run is made of, put together from its configuration before the first step."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -97,6 +98,7 @@ class Setup:
         }
         return {"train_flops_per_image": flops, **held, "total_bytes": sum(held.values())}
 
+    @functools.cached_property
     def layout(self) -> TrainState:
         """Shapes of what each device holds, Slices where it is a part."""
         return jax.eval_shape(lambda: self.initial_state(0))
@@ -161,7 +163,7 @@ def _too_large(setup: Setup) -> str | None:
     always = isinstance(setup.strategy, ShardedParams)  # see `wrapper`
     if limit is None or always or "remat" not in applicable(setup.config):
         return None
-    layout = setup.layout()
+    layout = setup.layout
     if most_bytes(setup, layout) < FULL * limit:
         return None
     need = setup.costs(layout)["total_bytes"]

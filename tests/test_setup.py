@@ -68,7 +68,7 @@ def test_the_kernel_is_refused_where_there_is_no_gpu(tmp_path):
 
 def forward(setup, watch=None):
     """The forward pass of the model that takes the steps, as text."""
-    variables = {"params": setup.layout().params}
+    variables = {"params": setup.layout.params}
     with nn.intercept_methods(watch) if watch else nullcontext():
         return str(jax.make_jaxpr(setup.step_model.apply)(variables, jnp.zeros((1, *setup.outline.image_shape))))
 
@@ -86,7 +86,7 @@ def test_remat_wraps_the_blocks(tmp_path):
 def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch, capsys):
     small = {"arch": "vit", "max_steps": 1}
     plain = made(tmp_path, **small)
-    need = plain.costs(plain.layout())["total_bytes"]
+    need = plain.costs(plain.layout)["total_bytes"]
     monkeypatch.setattr("cssm.setup.most_bytes", lambda setup, layout: 100 * need)
     for limit, again in ((2 * need, False), (need, True)):
         monkeypatch.setattr(par, "memory_limit", lambda devices, limit=limit: limit)
@@ -100,7 +100,7 @@ def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch,
 def test_the_bound_on_memory_is_above_the_estimate(tmp_path, model):
     """By far: whoever is below it need not be traced."""
     setup = made(tmp_path, **model, max_steps=1)
-    layout = setup.layout()
+    layout = setup.layout
     assert most_bytes(setup, layout) > 8 * setup.costs(layout)["total_bytes"]
 
 
@@ -128,7 +128,7 @@ def test_devices_left_unused_are_told(tmp_path, capsys):
 def test_the_facts_add_up(tmp_path):
     setup = made(tmp_path, epochs=2, batch_size=2, global_batch_size=8)
     state = jax.jit(setup.initial_state)(0)
-    facts = describe(setup, setup.layout())
+    facts = describe(setup, setup.layout)
     assert (facts["devices"], facts["batch_size"], facts["grad_accum"], facts["effective_batch"]) == (2, 2, 2, 8)
     assert len(facts["device_table"]) == 2
     assert facts["num_params"] == sum(leaf.size for leaf in jax.tree.leaves(state.params)) > 0
@@ -143,7 +143,7 @@ def test_the_facts_add_up(tmp_path):
 
 def test_twice_the_time_steps_cost_more_of_the_same_parameters(tmp_path):
     few, many = (made(tmp_path, seq_len=steps) for steps in (2, 4))
-    few, many = (describe(setup, setup.layout()) for setup in (few, many))
+    few, many = (describe(setup, setup.layout) for setup in (few, many))
     assert few["num_params"] == many["num_params"]
     assert 1.1 < many["flops_per_image"] / few["flops_per_image"] < 2.0
 
@@ -160,7 +160,7 @@ def test_the_size_the_classes_and_the_notes_are_those_of_the_files(tmp_path, cap
     files = {"dataset": "npz", "data_dir": str(tmp_path / "a.npz"), "image_size": None, "max_eval_examples": None}
     setup = made(tmp_path, **files)
     assert setup.config.image_size == 10
-    facts = describe(setup, setup.layout())
+    facts = describe(setup, setup.layout)
     assert facts["classes"] == ["no", "yes"] and facts["image_shape"] == [3, 10, 10, 2]
     assert facts["config"]["image_size"] == 10 and "note: the data set has only train" in capsys.readouterr().out
     assert data_record(setup.outline) == {"classes": ["no", "yes"], "train_examples": 40}
