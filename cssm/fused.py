@@ -21,10 +21,11 @@ from jax.experimental.pallas import triton as plt
 from cssm.fused_kernel import Operands, Plan, States, Tree, Work, backward_kernel, forward_kernel
 from cssm.spectral import Packed, Spectrum, is_packed
 
-# Numbers of a program for each plane of a state, one warp: fewer of many states, so that registers hold them. A Triton
-# array holds a power of two of numbers.
-BLOCK, SMALLEST_BLOCK = 128, 32
-STATES = 4  # of a full block
+# Numbers of a program for each plane of a spectrum, one warp. A Triton array holds a power of two of numbers.
+BLOCK = 128
+# The same where a step has more than SPECTRA at hand (states, inputs, keys, queries): registers do not hold them four
+# times over. A number for each thread.
+SMALL_BLOCK, SPECTRA = 32, 8
 # Steps between kept states: more would leave the registers.
 SEGMENT = 2
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
@@ -61,7 +62,8 @@ def fused_scan(
     inputs = inputs.reshape(*inputs.shape[:-1], copies, -1)
     offset = offset if offset is None else offset.reshape(copies, -1)
     steps = jax.tree.leaves(gates)[0].shape[1]
-    numbers = max(SMALLEST_BLOCK, BLOCK * STATES // max(STATES, 1 << (counts[0] - 1).bit_length()))
+    at_hand = sum(counts) + sum(gate.count for gate in _packed((gates, read_gates)))
+    numbers = BLOCK if at_hand <= SPECTRA else SMALL_BLOCK
     block = min(numbers, 1 << (channels - 1).bit_length())
     rows = min(numbers // block, 1 << (frequencies - 1).bit_length())
     programs = -(-frequencies // rows) * -(-channels // block) * copies
@@ -155,6 +157,10 @@ def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax
 def _of_gates(function: Callable, *trees: Tree) -> Tree:
     """function of every gate, and of those of the other trees that belong to it."""
     return jax.tree.map(function, *trees, is_leaf=is_packed)
+
+
+def _packed(gates: Tree) -> list[Packed]:
+    return [gate for gate in jax.tree.leaves(gates, is_leaf=is_packed) if isinstance(gate, Packed)]
 
 
 def _gathered(gate: jax.Array | Packed, parts: jax.Array | Packed) -> jax.Array | Packed:

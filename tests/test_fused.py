@@ -108,7 +108,6 @@ def test_values_and_gradients_are_those_of_the_reference(steps, channels, shown,
 
 def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
     monkeypatch.setattr(fused, "BLOCK", 4)
-    monkeypatch.setattr(fused, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(fused, "PROGRAMS", 2 * F * 2)  # two parts of two examples
     same(*problem(3, 6))
 
