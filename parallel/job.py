@@ -143,9 +143,12 @@ def _wait_for(job: Job, host: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
+                check = "check that it runs, and that its address and port can be reached from here"
+                if host == "localhost" or host == "::1" or host.startswith("127."):
+                    check = f"{host} is each host's name for itself: type the address by which others reach process 0"
                 raise LaunchError(
                     f"process {job.process_id} waited {JOIN_TIMEOUT_S} s for process 0 at {job.coordinator}: {error}; "
-                    f"check that it runs, and that its address and port can be reached from here"
+                    f"{check}"
                 ) from error
             time.sleep(0.2)
 
