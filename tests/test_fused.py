@@ -46,10 +46,19 @@ def packed(*shape, count=1):
 NAMES = hgru_bi.DECAYS + hgru_bi.COUPLINGS + hgru_bi.READS
 
 
-def problem(steps, channels, still=False, batch=B):
-    """hgru_bi's recurrence: (make_step, constants, counts, gates, inputs)."""
-    inputs = packed(batch, 1 if still else steps, F, channels, count=3)
-    return hgru_bi._step, spectra(F, channels, count=2), (3, 3), gates(NAMES, batch, steps, F, 1), inputs
+# The recurrence of a cell: its step, numbers of constants and states, names of gates. The fewer, the less to compile.
+RECURRENCES = {
+    hgru_bi: (hgru_bi._step, 2, 3, NAMES),
+    hgru: (hgru._step, 2, 2, hgru.GATES),
+    gated: (gated._step, 1, 1, ("decay", "write")),
+}
+
+
+def problem(cell, steps, channels, still=False):
+    """(make_step, constants, counts, gates, inputs)."""
+    make_step, constants, count, names = RECURRENCES[cell]
+    inputs = packed(B, 1 if still else steps, F, channels, count=count)
+    return make_step, spectra(F, channels, count=constants), (count, count), gates(names, B, steps, F, 1), inputs
 
 
 def both(
@@ -87,43 +96,43 @@ def same(*args, **kwargs):
         want, got = both(*args, **kwargs)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-11, atol=1e-12), want, got)
         assert jax.tree.structure(want) == jax.tree.structure(got)
+    return want[0]
 
 
 @pytest.mark.parametrize(
-    "steps,channels,still,last_only",
+    "cell,steps,channels,still,last_only",
     [
-        (1, 4, False, False),
-        (2, 4, False, True),  # one segment
-        (5, 4, False, False),  # two segments, a step that is left
-        (4, 5, True, True),  # channels beyond the last one are masked
-        (3, 4, True, False),
+        (hgru, 1, 4, False, False),
+        (hgru, 2, 4, False, True),  # one segment
+        (hgru_bi, 5, 4, False, False),  # two segments, a step that is left
+        (hgru_bi, 4, 5, True, True),  # channels beyond the last one are masked
+        (hgru, 3, 4, True, False),
     ],
 )
-def test_values_and_gradients_are_those_of_the_reference(steps, channels, still, last_only):
-    offset = numbers(3 * channels)  # added at frequency 0
-    same(*problem(steps, channels, still), last_only=last_only, offset=offset)
+def test_values_and_gradients_are_those_of_the_reference(cell, steps, channels, still, last_only):
+    offset = numbers(RECURRENCES[cell][2] * channels)  # added at frequency 0
+    same(*problem(cell, steps, channels, still), last_only=last_only, offset=offset)
 
 
 def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
     monkeypatch.setattr(fused, "BLOCK", 4)
     monkeypatch.setattr(fused, "PROGRAMS", 2 * F * 2)  # two parts of two examples
-    same(*problem(3, 6))
+    same(*problem(gated, 3, 6))
 
 
 def test_stable_transition_is_taken_within_the_kernel():
-    args = hgru._step, spectra(F, 4, count=2), (2, 2), gates(hgru.GATES, B, 2, F, 1), packed(B, 2, F, 4, count=2)
-    same(*args, stable=True)
+    args = problem(hgru, 2, 4)
+    stable = same(*args, stable=True)
     with jax.enable_x64(True):
-        stable, plain = (next(both(*args, stable=stable)) for stable in (True, False))
-        assert np.abs(stable[0] - plain[0]).max() > 0.01
+        assert np.abs(stable - next(both(*args))[0]).max() > 0.01
 
 
 def test_rows_of_a_matrix_under_vmap():
     """As gdn runs: the rows of v are mapped, keys and gates are theirs in common."""
     d, heads = 2, 3
-    shared = gates(("alpha", "beta"), B, 3, F, 1) | {"k": spectra(B, 3, F, heads, count=d)}
+    shared = gates(("alpha", "beta"), B, 2, F, 1) | {"k": spectra(B, 2, F, heads, count=d)}
     make_step = functools.partial(gdn._step, stable=False)
-    kernel, rows, asked = spectra(F, heads)[0], numbers(d, B, 3, 2, F, heads), spectra(B, 3, F, heads, count=d)
+    kernel, rows, asked = spectra(F, heads)[0], numbers(d, B, 2, 2, F, heads), spectra(B, 2, F, heads, count=d)
     with jax.enable_x64(True):
 
         @functools.partial(jax.jit, static_argnames="method")
@@ -144,7 +153,7 @@ def test_rows_of_a_matrix_under_vmap():
 
 def test_bf16_is_rounded_on_the_way_in_and_out_alone():
     make_step, constants, counts, gates, inputs = jax.tree.map(
-        lambda leaf: jnp.asarray(leaf, jnp.bfloat16) if isinstance(leaf, np.ndarray) else leaf, problem(4, 4)
+        lambda leaf: jnp.asarray(leaf, jnp.bfloat16) if isinstance(leaf, np.ndarray) else leaf, problem(gated, 4, 4)
     )
     inside = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (constants, gates, inputs))
     want = linear_scan(make_step, inside[0], counts, *inside[1:], "reference")
@@ -167,13 +176,7 @@ def shapes_of(arrays, dtype):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), arrays)
 
 
-@pytest.mark.parametrize(
-    "make_step,constants,count,names",
-    [
-        (hgru_bi._step, 2, 3, NAMES),
-        (gated._step, 1, 1, ("decay", "write")),
-    ],
-)
+@pytest.mark.parametrize("make_step,constants,count,names", [RECURRENCES[hgru_bi], RECURRENCES[gated]])
 @pytest.mark.parametrize("steps,channels,still", [(8, 384, False), (11, 100, True)])
 def test_it_lowers_for_a_gpu(monkeypatch, make_step, constants, count, names, steps, channels, still):
     """Forward and backward, with the segments of a run: Triton's rules for shapes hold."""
