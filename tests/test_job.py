@@ -29,7 +29,8 @@ def test_a_port_that_is_taken_is_named_with_its_owner():
 
 
 @pytest.mark.parametrize(
-    "host, words", [("127.0.0.1", "type the address by which others reach process 0"), ("other.invalid", "check that")]
+    "host, words",
+    [("127.0.0.1", "is each host itself: from another, type the address"), ("other.invalid", "check that")],
 )
 def test_a_coordinator_on_the_loopback_of_another_host_ends_with_a_sentence(host, words, monkeypatch):
     """Where nobody listens: jax itself would wait, then abort."""
