@@ -46,17 +46,20 @@ def open_checkpointer() -> ocp.Checkpointer:
 
 
 def _hush() -> None:
-    """Let a failed save be told once, by its exception: orbax logs the traceback of each of its threads as well, and
-    their event loops are closed while TensorStore still has answers for them. Nor is it news that there is no OCDBT.
+    """Let a failed save be told once, by its exception: orbax logs the traceback of each of its threads as well,
+    asyncio that of each array after the first, and their event loops are closed while TensorStore still has answers
+    for them. Nor is it news that there is no OCDBT.
     """
-    logging.getLogger("absl").addFilter(_worth_telling)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_worth_telling)
     if getattr(sys.unraisablehook, "__name__", "") != _but_closed_loops.__name__:
         before = sys.unraisablehook
         sys.unraisablehook = functools.wraps(_but_closed_loops)(functools.partial(_but_closed_loops, before))
 
 
 def _worth_telling(record: logging.LogRecord) -> bool:
-    return not any(text in str(record.msg) for text in ("_SignalingThread.run() raised", "Skipping merge of OCDBT"))
+    twice = ("_SignalingThread.run() raised", "exception was never retrieved", "Skipping merge of OCDBT")
+    return not any(text in str(record.msg) for text in twice)
 
 
 def _but_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:

@@ -76,10 +76,10 @@ def test_a_disk_that_is_full_for_the_metrics_stops_the_run(tmp_path, monkeypatch
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="a file system can be mounted by root")
 def test_a_file_system_that_is_really_full(tmp_path):
-    """384 KiB, of which checkpoints take more and more: the program ends with one sentence, without a traceback."""
+    """2 MiB, of which checkpoints take more and more: the program ends with one sentence, without a traceback."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=384k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
