@@ -42,7 +42,7 @@ audit:
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip --disable-pip-version-check install -q pip-audit
 	for file in runtime dev gpu cuda12; do \
-	  .venv-audit/bin/pip-audit --disable-pip --require-hashes -r requirements/$$file.txt || exit 1; done
+	  .venv-audit/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/$$file.txt || exit 1; done
 
 lint: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m ruff check

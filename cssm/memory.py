@@ -7,8 +7,9 @@ from typing import Any
 from cssm.config import Config
 from cssm.rules import WHOLE
 
-# The CPU backend calls it INTERNAL where several devices run, and the CUDA driver has a name of its own for it.
-_MESSAGE = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory", re.IGNORECASE)
+# The CPU backend calls it INTERNAL where several devices run, the CUDA driver has a name of its own for it, and cuFFT
+# says only that it has no plan, for which it needs memory of its own.
+_MESSAGE = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory|create cuFFT batched plan", re.IGNORECASE)
 _GIB = 2**30
 
 

@@ -143,9 +143,11 @@ def _wait_for(job: Job, host: str, port: int) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
+                loopback = host in ("localhost", "::1") or host.startswith("127.")
+                own = f" ({host} is each host itself: from another, type the address of the first)" if loopback else ""
                 raise LaunchError(
-                    f"process {job.process_id} waited {JOIN_TIMEOUT_S} s for process 0 at {job.coordinator}: {error}; "
-                    f"check that it runs, and that its address and port can be reached from here"
+                    f"process {job.process_id} waited {JOIN_TIMEOUT_S} s for process 0 at {job.coordinator}: {error}"
+                    f"{own}; check that it runs, and that its address and port can be reached from here"
                 ) from error
             time.sleep(0.2)
 

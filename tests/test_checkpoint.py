@@ -44,7 +44,7 @@ def assert_same(a, b):
 
 def damage(directory, step, how):
     """Spoil the largest data file of a step."""
-    path = max((directory / str(step) / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    path = max((directory / str(step) / "state" / "params").rglob("[0-9]*"), key=lambda path: path.stat().st_size)
     content = path.read_bytes()
     middle = len(content) // 2
     flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]

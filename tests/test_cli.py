@@ -74,6 +74,7 @@ def test_the_version_is_that_of_the_project():
         (["--lr"], "needs a value"),
         (["--arch", "resnet"], "must be one of simple, vit, baseline, convnext, shvit"),
         (["--gpus", "0,x"], "for example 0,1"),
+        (["--mem_fraction", "100"], "--mem_fraction 100: must be"),
         (["--image_size", "1"], "smaller than the stride of the stem"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
         (["--config", "pyproject.toml", "--headless"], "pyproject.toml line 2: not YAML"),

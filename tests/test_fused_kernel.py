@@ -3,14 +3,13 @@
 import pytest
 from test_fused import B, F, gates, numbers, packed, same, short_segments, spectra  # noqa: F401 (a fixture)
 
-from cssm.cells import opponent
+from cssm.cells import gated, opponent
 from cssm.spectral import Spectrum, add, multiply, scale
 
 
 @pytest.mark.parametrize("shape", [(B, 3, F, 4), (B, 3, 1, 1), (1, 3, F, 1)])
 def test_gates_of_every_shape(shape):
-    inputs = packed(B, 3, F, 4)
-    same(opponent._step, spectra(F, 4, count=2), (2, 1), gates(opponent.GATES, *shape), inputs)
+    same(gated._step, spectra(F, 4), (1, 1), gates(("decay", "write"), *shape), packed(B, 3, F, 4))
 
 
 @pytest.mark.parametrize("last_only,shape", [(False, (B, 3, F, 4)), (True, (B, 3, F, 1)), (True, (B, 1, 1, 4))])

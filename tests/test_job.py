@@ -28,6 +28,18 @@ def test_a_port_that_is_taken_is_named_with_its_owner():
     check_port(port)
 
 
+@pytest.mark.parametrize(
+    "host, words",
+    [("127.0.0.1", "is each host itself: from another, type the address"), ("other.invalid", "check that")],
+)
+def test_a_coordinator_on_the_loopback_of_another_host_ends_with_a_sentence(host, words, monkeypatch):
+    """Where nobody listens: jax itself would wait, then abort."""
+    monkeypatch.setattr(job, "JOIN_TIMEOUT_S", 0)
+    with pytest.raises(job.LaunchError, match=f"waited 0 s for process 0 at {host}:.*{words}") as raised:
+        job.join(job.Job("flags", 2, 1, f"{host}:{job.free_port()}"), 10)
+    assert raised.value.exit_code == 4
+
+
 def test_in_a_single_process_sharing_is_a_call_and_leaving_is_nothing():
     assert share("a", lambda: (1, 2)) == (1, 2)
     with pytest.raises(OSError, match="it is so"):

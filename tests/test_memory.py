@@ -27,6 +27,7 @@ ABSURD = {"arch": "baseline", "depth": 1, "num_heads": 4, "embed_dim": 20_000_00
             True,
         ),
         (jax.errors.JaxRuntimeError("INTERNAL: failed to allocate: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: Failed to create cuFFT batched plan with scratch allocator"), True),
         (MemoryError("Unable to allocate 119. GiB"), True),
         (jax.errors.JaxRuntimeError("INTERNAL: x"), False),
         (ValueError("RESOURCE_EXHAUSTED"), False),

@@ -43,8 +43,13 @@ def variables(name):
     return jax.jit(models.build(CONFIGS[name], 10).init)(jax.random.key(0), IMAGES)
 
 
-def apply(config, variables, images, **how):
-    return jax.jit(lambda v, x: models.build(config, 10, **how).apply(v, x))(variables, images)
+@cache
+def program(config):
+    return jax.jit(models.build(config, 10).apply)
+
+
+def apply(config, variables, images):
+    return program(config)(variables, images)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -183,7 +183,7 @@ def mean_of_means(patch):
 @pytest.mark.parametrize(
     "mutation,model,row",
     [
-        (no_mean, "complex", "8 devices"),
+        pytest.param(no_mean, "complex", "8 devices", marks=pytest.mark.slow),
         pytest.param(mean_of_means, "real", "masks", marks=pytest.mark.slow),
         pytest.param(summed_accumulation, "complex", "accumulation 4", marks=pytest.mark.slow),
         (no_conjugate, "complex", "8 devices"),

@@ -34,6 +34,12 @@ def test_every_exit_code_of_the_readme_has_a_row():
     assert codes == {code.strip() for row in readme for code in row.split(",")}
 
 
+def test_an_audit_that_looked_nothing_up_fails():
+    """Without --strict pip-audit passes over what the index does not answer for."""
+    recipe = (ROOT / "Makefile").read_text().split("\naudit:")[1].split("\n\n")[0]
+    assert "pip-audit --strict" in recipe and "|| exit 1" in recipe
+
+
 @pytest.mark.parametrize("flag", sorted(set(re.findall(r"`--(\w+)", PAGE))))
 def test_flags_are_those_of_the_program(flag):
     assert flag in KNOBS

@@ -13,7 +13,7 @@ import pytest
 
 from cssm import data, models, train
 from cssm.checkpoint import Checkpoints
-from cssm.checkpoint.step_folder import read_arrays, read_record
+from cssm.checkpoint.step_folder import open_checkpointer, read_arrays, read_record
 from cssm.config import Config, UserError, parse_args
 from cssm.report import read_events
 from cssm.step import cross_entropy, normalise
@@ -53,10 +53,8 @@ def go_on(root, name, *more):
 
 
 def arrays(run, step):
-    import orbax.checkpoint as ocp
-
     folder = run / "checkpoints" / str(step)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    with open_checkpointer() as checkpointer:
         return read_arrays(checkpointer, folder.absolute(), read_record(folder)["arrays"])
 
 

@@ -1,6 +1,6 @@
 """One checkpoint on disk: a folder with an orbax Composite and the digest of every file.
 
-    state/          the arrays, by path: "params/block_0/kernel"
+    state/          the arrays in zarr's format, one folder each by path: params/block_0/kernel/
     record/         JSON: what the caller wants to keep, and the shape, dtype and sha256 of each array
     files.json      sha256 of each of the other files
 
@@ -35,22 +35,31 @@ def open_checkpointer() -> ocp.Checkpointer:
     _hush()
     here = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(here, {here}, barrier_sync_key_prefix=f"process_{here}")
-    options = ocp.CompositeOptions(multiprocessing_options=alone)
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(composite_options=options), multiprocessing_options=alone)
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        # With OCDBT, the default, orbax asks TensorStore for a `Spec.to_json` of every array, of which each leaks its
+        # strings: the memory of a run grew with every save. Steps written with it are read all the same.
+        state=ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone),
+        record=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _hush() -> None:
-    """Let a failed save be told once, by its exception: orbax logs the traceback of each of its threads as well, and
-    their event loops are closed while TensorStore still has answers for them.
+    """Let a failed save be told once, by its exception: orbax logs the traceback of each of its threads as well,
+    asyncio that of each array after the first, and their event loops are closed while TensorStore still has answers
+    for them. Nor is it news that there is no OCDBT.
     """
-    logging.getLogger("absl").addFilter(_of_no_thread)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_worth_telling)
     if getattr(sys.unraisablehook, "__name__", "") != _but_closed_loops.__name__:
         before = sys.unraisablehook
         sys.unraisablehook = functools.wraps(_but_closed_loops)(functools.partial(_but_closed_loops, before))
 
 
-def _of_no_thread(record: logging.LogRecord) -> bool:
-    return "_SignalingThread.run() raised" not in str(record.msg)
+def _worth_telling(record: logging.LogRecord) -> bool:
+    twice = ("_SignalingThread.run() raised", "exception was never retrieved", "Skipping merge of OCDBT")
+    return not any(text in str(record.msg) for text in twice)
 
 
 def _but_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
@@ -149,6 +158,8 @@ def _is_array_record(entry: Any) -> bool:
 def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, Any]) -> Leaves:
     """Read the arrays that the record tells of. Raises DamagedError if one is not what was saved."""
     stored = [name for name, entry in arrays.items() if 0 not in entry["shape"]]
+    for name in stored:
+        _check_size(folder / "state" / name / ".zarray", name, arrays[name]["shape"])
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     args = ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy))
     try:
@@ -162,8 +173,22 @@ def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, 
     return leaves
 
 
+def _check_size(described: Path, name: str, shape: list[int]) -> None:
+    """Raise DamagedError if the array on disk claims another shape, or more than one chunk of it: TensorStore would set
+    memory aside for whatever is claimed, and end the program where there is none.
+    """
+    try:
+        claim = json.loads(described.read_text())
+    except FileNotFoundError:  # of an OCDBT step, where it is a value among others
+        return
+    except (ValueError, RecursionError, NotADirectoryError) as error:
+        raise DamagedError(f"{name} has no description") from error
+    if not isinstance(claim, dict) or not claim.get("shape") == claim.get("chunks") == shape:
+        raise DamagedError(f"{name} is not of shape {tuple(shape)} in one piece")
+
+
 def check_files(folder: Path) -> None:
-    """Raise DamagedError if a file of the folder is missing, added or changed."""
+    """Raise DamagedError if a file of the folder is missing, added, changed, or a link."""
     try:
         expected = json.loads((folder / FILES).read_text())
         if not isinstance(expected, dict):
@@ -193,5 +218,8 @@ def check_model(folder: Path, arrays: dict[str, Any], target: dict[str, Any]) ->
 
 
 def _file_digests(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
+    paths = list(folder.rglob("*"))
+    if links := [path for path in paths if path.is_symlink()]:
+        raise DamagedError(f"{links[0].relative_to(folder)} is a link")
+    files = sorted(path for path in paths if path.is_file() and path != folder / FILES)
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -41,6 +41,7 @@ sys.exit(cli.main(sys.argv[1:]))
 STAGES = {
     "start-up": "cssm.training set_up 1",
     "compilation": "cssm.engine Engine.take_first 1",
+    "data wait": "cssm.engine Engine.next_of 3",
     "step": "cssm.engine Engine.take 3",
     "save": "cssm.checkpoint.step_folder write 1",
     "commit": "cssm.checkpoint.step_folder sync 1",

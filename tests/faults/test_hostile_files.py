@@ -112,17 +112,29 @@ def test_names_of_runs_do_not_leave_their_directory(name, tmp_path):
 
 
 def test_names_of_arrays_and_links_do_not_leave_a_checkpoint(tmp_path):
-    """They are compared with what the model asks for, and never make a path."""
+    """They are compared with what the model asks for before they make a path."""
     fill(tmp_path / "c", [0.1])
     folder, outside = tmp_path / "c" / "1", tmp_path / "outside"
     outside.write_text("secret")
-    (folder / "state" / "link").symlink_to(outside)
-    with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(UserError, match="damaged"):
-        checkpoints.restore(TARGET)
-    (folder / "state" / "link").unlink()
+    for target in (outside, tmp_path):
+        (folder / "state" / "link").symlink_to(target)
+        with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(UserError, match="state/link is a link"):
+            checkpoints.restore(TARGET)
+        (folder / "state" / "link").unlink()
     path = folder / "record" / "metadata"
     path.write_text(path.read_text().replace('"params/w"', '"../../outside"'))
     (folder / step_folder.FILES).write_text(json.dumps(step_folder._file_digests(folder)))
     with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(UserError, match="of another model"):
         checkpoints.restore(TARGET)
     assert outside.read_text() == "secret" and ROOT not in outside.parents
+
+
+@pytest.mark.parametrize("changed", [{"shape": [10**9, 10**9]}, {"chunks": [10**9, 10**9]}, {"shape": None}], ids=str)
+def test_no_array_claims_more_memory_than_it_has_elements(changed, tmp_path):
+    """TensorStore ended the program, with no word, where it could not have what a file claimed."""
+    fill(tmp_path, [0.1])
+    path = tmp_path / "1" / "state" / "params" / "w" / ".zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    (tmp_path / "1" / step_folder.FILES).write_text(json.dumps(step_folder._file_digests(tmp_path / "1")))
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UserError, match=r"params/w is not of shape \(4, 3\)"):
+        checkpoints.restore(TARGET)

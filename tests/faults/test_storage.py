@@ -76,10 +76,10 @@ def test_a_disk_that_is_full_for_the_metrics_stops_the_run(tmp_path, monkeypatch
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="a file system can be mounted by root")
 def test_a_file_system_that_is_really_full(tmp_path):
-    """384 KiB, of which checkpoints take more and more: the program ends with one sentence, without a traceback."""
+    """2 MiB, of which checkpoints take more and more: the program ends with one sentence, without a traceback."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=384k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
@@ -93,6 +93,37 @@ def test_a_file_system_that_is_really_full(tmp_path):
             step_folder.check_files(folder)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# Root without the right to pass over permissions, which it would keep; anybody else is bound by them anyway.
+ORDINARY = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+
+def test_a_directory_that_may_not_be_written_ends_the_run_and_it_goes_on_once_it_may(tmp_path):
+    program = [*ORDINARY, sys.executable, str(ROOT / "main.py"), "--quiet"]
+    checkpoints, metrics = tmp_path / "run" / "checkpoints", tmp_path / "run" / "metrics.jsonl"
+
+    def refused(said, code):
+        assert code == 6 and len(said.splitlines()) == 1, said
+        assert said.startswith("error: ") and "ermission denied" in said and str(tmp_path) in said
+
+    tmp_path.chmod(0o555)
+    never = subprocess.run([*program, *argv(tmp_path, "run")], capture_output=True, text=True)
+    refused(never.stderr, never.returncode)
+    tmp_path.chmod(0o755)
+    command = [*program, *argv(tmp_path, "run", max_steps=10**6, save_every=3)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (metrics.exists() and '"checkpoint"' in metrics.read_text()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    checkpoints.chmod(0o555)
+    refused(process.communicate(timeout=60)[1], process.returncode)
+    checkpoints.chmod(0o755)
+    saved = max(int(folder.name) for folder in checkpoints.iterdir() if folder.name.isdecimal())
+    step_folder.check_files(checkpoints / str(saved))
+    command = [*program, *argv(tmp_path, "run", max_steps=saved + 3), "--resume=auto"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert list(losses(tmp_path / "run")) == list(range(1, saved + 4))
 
 
 def test_a_run_directory_that_is_deleted_ends_the_run(tmp_path, monkeypatch):
