@@ -66,7 +66,8 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
     if worker and worker.divided:  # it sees its own devices, and indices into all of them would mean others
         parsed = _without(parsed, "gpus", "num_devices")
     config = parsed.config
-    set_environment(config, os.environ)
+    # A program for every platform is made on the one that all machines have.
+    set_environment(replace(config, platform="cpu") if parsed.verb == "export" else config, os.environ)
     with ExitStack() as stack:
         # A worker has Gloo in it, which prints too.
         kept = keep_stdout() if config.headless or worker else None

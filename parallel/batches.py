@@ -76,7 +76,7 @@ def resolve_batch(
 
 
 def pad_and_mask(batch: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """Pad arrays [n, ...] with zeros to [size, ...], unless they have that size; add "mask", float32 [size]: 1 for a real example.
+    """Pad arrays [n, ...] with zeros to [size, ...], where n is less; add "mask", float32 [size]: 1 for a real example.
 
     Raises DeviceError if the arrays disagree on n, hold more than `size` examples, or include a mask.
     """

@@ -147,7 +147,7 @@ def _is_array_record(entry: Any) -> bool:
 
 
 def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, Any]) -> Leaves:
-    """Read the arrays named, which may be some of those that the record tells of. Raises DamagedError if one is not what was saved."""
+    """Read these arrays of the record, all or some. Raises DamagedError if one is not what was saved."""
     stored = [name for name, entry in arrays.items() if 0 not in entry["shape"]]
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     args = ocp.args.PyTreeRestore(

@@ -113,10 +113,12 @@ def open_inputs(paths: Sequence[str], image_shape: tuple[int, ...]) -> Inputs:
 def _check_takes_files(image_shape: tuple[int, ...]) -> None:
     if len(image_shape) == 4:
         raise UserError(
-            f"the model takes clips of {image_shape[0]} frames, and image files hold one: type --input with an .npz file"
+            f"the model takes clips of {image_shape[0]} frames, and an image file holds one: type --input with an .npz"
         )
     if image_shape[-1] not in (1, 3):
-        raise UserError(f"the model takes {image_shape[-1]} channels, and images have 3: type --input with an .npz file")
+        raise UserError(
+            f"the model takes {image_shape[-1]} channels, and images have 3: type --input with an .npz file"
+        )
 
 
 def _joined(parts: list[list[Path] | NpzFile]) -> list[list[Path] | NpzFile]:

@@ -29,8 +29,8 @@ def save_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
             axes.text(j, i, f"{counts[i, j]:,}", ha="center", va="center", color=colour, fontsize=8)
     if n <= MOST_NAMED:
         names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in classes]
-        turned = {"rotation": 90} if max(map(len, names)) > 2 else {}
-        axes.set_xticks(range(n), names, fontsize=8, parse_math=False, **turned)
+        rotation = 90 if max(map(len, names)) > 2 else 0
+        axes.set_xticks(range(n), names, fontsize=8, parse_math=False, rotation=rotation)
         axes.set_yticks(range(n), names, fontsize=8, parse_math=False)
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.set_title(title, fontsize=10, parse_math=False)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cssm import data
+from cssm import data, rules
 from cssm.config import KNOBS, Config, UserError, resolve
 from cssm.data.pipeline import Outline, Source, eval_batches
 from cssm.data.splits import SPLITS
@@ -21,7 +21,6 @@ from cssm.inference.scores import Answers, scores
 from cssm.inference.spread import Spread, chosen_devices
 from cssm.inference.weights import Trained, load_trained
 from cssm.report import Reporter
-from cssm.settings.data import FILES
 from cssm.step import cross_entropy
 from parallel import devices as par
 
@@ -73,10 +72,10 @@ def data_config(trained: Trained, config: Config, typed: Mapping[str, Any]) -> C
     """Which images: those of the run unless others are typed, at the size that the model takes."""
     run = trained.config
     kept = {name: getattr(run, name) for name, knob in KNOBS.items() if knob.resume != "fresh" and not knob.unmet(run)}
-    given = {name: value for name, value in typed.items() if "eval" in KNOBS[name].verbs and KNOBS[name].group == "data"}
+    given = {name: value for name, value in typed.items() if KNOBS[name].group == "data"}
     if given.get("dataset", run.dataset) != run.dataset:
         kept = {name: value for name, value in kept.items() if KNOBS[name].group != "data"}
-    elif trained.exported and "data_dir" not in given and _from_files(run.dataset):
+    elif trained.exported and "data_dir" not in given and run.data_dir is not None:
         raise UserError(
             f"--checkpoint {trained.folder} is an exported model, which does not tell where its data lies: "
             f"type --data_dir"
@@ -84,11 +83,9 @@ def data_config(trained: Trained, config: Config, typed: Mapping[str, Any]) -> C
     kept |= {"image_size": trained.image_shape[-2], "batch_size": run.batch_size}
     for name in ("global_batch_size", "grad_accum"):
         kept.pop(name, None)
-    return resolve({**given, "num_workers": config.num_workers, "cache_dir": config.cache_dir}, kept)
-
-
-def _from_files(dataset: str) -> bool:
-    return dataset in FILES or dataset.startswith("tfds:")
+    asked = resolve({**given, "num_workers": config.num_workers, "cache_dir": config.cache_dir}, kept)
+    rules.check_applies(asked, KNOBS, given)
+    return asked
 
 
 def check_data(trained: Trained, outline: Outline, asked: Config) -> tuple[np.ndarray, list[str]]:
@@ -116,7 +113,12 @@ def check_data(trained: Trained, outline: Outline, asked: Config) -> tuple[np.nd
 
 
 def _answers(
-    trained: Trained, devices: list[jax.Device], sources: list[Source], asked: Config, relabel: np.ndarray, report: Reporter
+    trained: Trained,
+    devices: list[jax.Device],
+    sources: list[Source],
+    asked: Config,
+    relabel: np.ndarray,
+    report: Reporter,
 ) -> tuple[Answers, float]:
     """What the model answers to every example, in order, and the seconds that took without compilation."""
 
@@ -154,9 +156,7 @@ def _answers(
     return Answers(**joined), time.monotonic() - start
 
 
-def _found(
-    trained: Trained, answers: Answers, asked: Config, split: str, sources: list[Source]
-) -> dict[str, Any]:
+def _found(trained: Trained, answers: Answers, asked: Config, split: str, sources: list[Source]) -> dict[str, Any]:
     if not len(answers.label):
         raise UserError(f"no example of {asked.dataset} {split} can be read: there is nothing to evaluate")
     found = scores(answers, trained.num_classes, asked.seed)

@@ -1,9 +1,9 @@
 """The exported folder of a model: written, and read back bit for bit. It can be handed to others: no path, no name of a
 machine or a person is in it, and reading it runs no program.
 
-    model.safetensors   the parameters, "params/block_0/mixer/kernel", and running statistics, "batch_stats/...". A complex
-                        array [...] is stored as float32 [..., 2], its real and imaginary parts, and is named in
-                        the file's metadata: complex = JSON list
+    model.safetensors   the parameters, "params/block_0/mixer/kernel", and running statistics, "batch_stats/...". A
+                        complex array [...] is stored as float32 [..., 2], its real and imaginary parts, and is named
+                        in the file's metadata: complex = JSON list
     config.yaml         the settings it was trained with
     model.json          classes, shape of the images, step; sha256 of each of the other two
     README.md           what it is and how to use it
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flax
 import numpy as np
 import safetensors
 import safetensors.numpy
 
+from cssm.checkpoint.step_folder import by_path
 from cssm.config import UserError, read_yaml, write_yaml
 
 TENSORS, SETTINGS, FACTS, CARD = "model.safetensors", "config.yaml", "model.json", "README.md"
@@ -28,6 +28,7 @@ SCHEMA, STORAGE = 1, 6
 COMPLEX = "complex"
 # What model.json must hold besides what it tells for people, and of which type.
 _FORMS = {"image_shape": list, "num_classes": int, "classes": list, "step": int, "averaged": bool, "best": dict}
+_FORMS |= {"from_files": bool}
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ def write_folder(
     folder: Path, variables: Mapping[str, Any], settings: Mapping[str, Any], facts: Mapping[str, Any], card: str
 ) -> None:
     """Write the four files into a folder that is there."""
-    leaves = {"/".join(path): leaf for path, leaf in flax.traverse_util.flatten_dict(dict(variables)).items()}
-    write_tensors(folder / TENSORS, leaves)
+    write_tensors(folder / TENSORS, by_path(variables))
     write_yaml(folder / SETTINGS, settings)
     digests = {name: _sha256(folder / name) for name in (TENSORS, SETTINGS)}
     text = json.dumps({"schema": SCHEMA, **facts, "sha256": digests}, indent=2, ensure_ascii=False)
@@ -69,8 +69,19 @@ def read_folder(folder: Path) -> Found:
     except (OSError, ValueError, TypeError, RecursionError, safetensors.SafetensorError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"--checkpoint {folder}: the exported model cannot be read: {why}", STORAGE) from error
-    tree = flax.traverse_util.unflatten_dict({tuple(name.split("/")): leaf for name, leaf in leaves.items()})
-    return Found({"batch_stats": {}, **tree}, read_yaml(folder / SETTINGS), facts)
+    return Found({"batch_stats": {}, **nested(leaves)}, read_yaml(folder / SETTINGS), facts)
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of leaves by path: the inverse of by_path for dictionaries."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *above, name = path.split("/")
+        place = tree
+        for key in above:
+            place = place.setdefault(key, {})
+        place[name] = leaf
+    return tree
 
 
 def write_tensors(path: Path, leaves: Mapping[str, np.ndarray]) -> None:

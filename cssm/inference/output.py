@@ -26,10 +26,11 @@ def make_folder(path: str | Path, replaces: Collection[str]) -> Path:
     return folder
 
 
-def put_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename."""
+def put_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object, a line for each of its entries, under a temporary name; then rename."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(jsonable(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+    lines = [f" {json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in jsonable(value).items()]
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -1,4 +1,4 @@
-"""A trained model: its configuration, its parameters, and what it was trained on; read from a run or an exported folder.
+"""A trained model: its configuration, its parameters, what it was trained on; read from a run or an exported folder.
 
 Of a run the averaged parameters are taken, if it has them (--ema_decay): they are what was evaluated.
 """
@@ -9,24 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import numpy as np
 
-from cssm import data, fused, models
+from cssm import data, fused, models, rules
 from cssm.checkpoint import Checkpoints
+from cssm.checkpoint.step_folder import by_path
 from cssm.config import KNOBS, Config, UserError, known, resolve
-from cssm.inference.exported import TENSORS, read_folder
+from cssm.inference.exported import TENSORS, nested, read_folder
 from cssm.runs import CHECKPOINTS, checked
-from cssm.settings.data import FILES
 from cssm.step import normalise
 
 STORAGE = 6
 PARAMS, AVERAGED, STATISTICS = "params", "ema_params", "batch_stats"
-# Of the invocation: they may be typed anew for a model that is there. Those of the batch are not the run's: its
-# effective batch was for all of its devices.
-_BATCH = {"batch_size": None, "global_batch_size": None, "grad_accum": None}
+# The batch is not the run's, which was for all of its devices; the others may be typed anew for a model that is there.
+_BATCH = ("batch_size", "global_batch_size", "grad_accum")
+_TYPED = ("scan", "spectral_backend", "batch_size", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,8 @@ class Trained:
 
     config: the run's; variables: {params, batch_stats} of numpy arrays; image_shape: (H, W, C), or of clips
     (T, H, W, C); classes: their names in the order of the labels, or none; step: at which it was saved; averaged:
-    whether the parameters are the run's moving average; scores: {val: {...}, best: {...}} as far as known.
-    folder: where it was read from.
+    whether the parameters are the run's moving average; best: {step, loss, accuracy, count} of the best evaluation so
+    far, if there was one. folder: where it was read from. effective_batch: images of a training step.
     """
 
     config: Config
@@ -48,6 +47,7 @@ class Trained:
     averaged: bool
     best: dict[str, Any]
     folder: Path
+    effective_batch: int | None
 
     @property
     def exported(self) -> bool:
@@ -130,26 +130,26 @@ def _of_run(run: Path, step: str, typed: Mapping[str, Any]) -> Trained:
     config = _resolved(meta["config"], typed)
     image_shape, num_classes, classes = _data_facts(meta.get("data", {}), config)
     averaged = bool(config.ema_decay)
-    tree = flax.traverse_util.unflatten_dict({tuple(name.split("/")): leaf for name, leaf in leaves.items()})
+    tree = nested(leaves)
     variables = {PARAMS: tree[AVERAGED if averaged else PARAMS], STATISTICS: tree.get(STATISTICS, {})}
-    trained = Trained(
-        config, variables, image_shape, num_classes, classes, number, averaged, meta.get("best", {}), run
+    batch = meta["config"].get("global_batch_size")
+    return _fitting(
+        Trained(config, variables, image_shape, num_classes, classes, number, averaged, meta["best"], run, batch)
     )
-    return _fitting(trained)
 
 
 def _of_folder(folder: Path, typed: Mapping[str, Any]) -> Trained:
     found = read_folder(folder)
     facts, settings = found.facts, dict(found.settings)
-    # The folder tells of no place on a machine; eval asks for one.
-    if settings.get("dataset") in FILES or str(settings.get("dataset")).startswith("tfds:"):
+    settings.pop("data_dir", None)
+    if facts["from_files"]:  # where they lie it does not tell: eval asks, and the configuration wants some place
         settings["data_dir"] = "."
     config = _resolved(settings, typed)
     shape, classes = tuple(facts["image_shape"]), tuple(facts["classes"])
     return _fitting(
         Trained(
             config, found.variables, shape, facts["num_classes"], classes, facts["step"], facts["averaged"],
-            facts["best"], folder,
+            facts["best"], folder, settings.get("global_batch_size"),
         )
     )  # fmt: skip
 
@@ -157,8 +157,9 @@ def _of_folder(folder: Path, typed: Mapping[str, Any]) -> Trained:
 def _resolved(record: Mapping[str, Any], typed: Mapping[str, Any]) -> Config:
     """The run's configuration, less what belonged to its invocation, plus what is typed of how it is computed."""
     kept = {name: value for name, value in known(record, "").items() if KNOBS[name].resume != "fresh"}
-    anew = {name: typed[name] for name in ("scan", "spectral_backend", "batch_size", "seed") if name in typed}
+    anew = {name: typed[name] for name in _TYPED if name in typed}
     config = resolve(anew, {name: value for name, value in kept.items() if name not in _BATCH})
+    rules.check_applies(config, KNOBS, anew)
     if config.scan == "fused" and not fused.available():
         raise UserError(
             "the run was trained with --scan fused, which needs an NVIDIA GPU, and there is none here: type --scan auto"
@@ -178,10 +179,7 @@ def _fitting(trained: Trained) -> Trained:
     """UserError unless the parameters are those of the model that the configuration describes."""
     image = jax.ShapeDtypeStruct((1, *trained.image_shape), np.float32)
     wanted = jax.eval_shape(trained.model.init, jax.random.key(0), image)
-    form = lambda tree: {
-        "/".join(path): (tuple(leaf.shape), str(leaf.dtype))
-        for path, leaf in flax.traverse_util.flatten_dict(dict(tree)).items()
-    }
+    form = lambda tree: {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in by_path(tree).items()}
     here, there = form({STATISTICS: {}, **wanted}), form(trained.variables)
     for name in sorted({*here, *there}):
         if here.get(name) != there.get(name):

@@ -27,15 +27,15 @@ class DataSettings:
 
     # fmt: off
     dataset: str = _chosen("digits", "the images; prepare takes it without --dataset", choices=DATASETS)
-    data_dir: str | None = _chosen(None, "the file or folder that holds the images, or that prepare makes (docs/data.md)",
+    data_dir: str | None = _chosen(None, "file or folder that holds the images, or that prepare makes (docs/data.md)",
         applies={"dataset": FILES}, resume="kept", unset="none, pathfinder, cabc, pathtracker are then generated",
         aliases=("imagenet_dir", "pathtracker_dir", "tfrecord_dir"))
     pathfinder_difficulty: str = _chosen("easy", "easy, or the number of paddles of a contour",
         choices=tuple(recipes.PATHFINDER_SIZES), applies={"dataset": ("pathfinder",)})
     cabc_difficulty: str = _chosen("easy", "which of the three sets", choices=("easy", "medium", "hard"),
         applies={"dataset": ("cabc",)})
-    pathtracker_difficulty: str = _chosen("easy", "of generated clips: easy, or the number of dots besides the two that "
-        "matter", choices=("easy", "0", "5", "14", "25"), applies={"dataset": ("pathtracker",)})
+    pathtracker_difficulty: str = _chosen("easy", "of generated clips: easy, or the number of dots besides the two "
+        "that matter", choices=("easy", "0", "5", "14", "25"), applies={"dataset": ("pathtracker",)})
     image_size: int | None = _made(None, "side of the images", bounds="[1,)", unset="by data set, or that of the files")
     crop_scale: float | None = _data(None, "least share of an image's area that a random crop for training keeps, "
         "1 for the centre as in evaluation", bounds="(0,1]", applies={"dataset": CROPPED}, resume="kept",
