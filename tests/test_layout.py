@@ -99,7 +99,8 @@ NO_JAX |= {"cli", "memory", "advice", "apart", "cards", "lock", "markdown", "pee
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
-OPTIONAL = ["array_record", "flatbuffers", "grain", "ruamel", "safetensors", "tensorboardX", "tensorflow", "tensorflow_datasets", "wandb"]
+OPTIONAL = ["array_record", "flatbuffers", "grain", "ruamel", "safetensors", "tensorboardX", "tensorflow"]
+OPTIONAL += ["tensorflow_datasets", "wandb"]
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
 REGISTRY = re.compile(
     r"pypi\.org|pythonhosted\.org|npmjs\.(?:org|com)|conda\.(?:io|org)|--(?:extra-)?index-url", re.IGNORECASE
