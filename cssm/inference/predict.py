@@ -51,9 +51,11 @@ def predict(
         with Predictions(path, top_k, report) as predictions:
             facts = job.run(devices, predictions)
         facts |= {"output": str(path)} if path else {}
+        facts |= {"explain": config.explain} if config.explain else {}
         report.event("predictions", **facts)
         where = f", in {path}" if path else ""
-        report.line(f"predicted {facts['count']:,} images, {facts['images_per_s']:,.0f} images/s{where}")
+        where += f", pictures in {config.explain}" if config.explain else ""
+        report.line(f"predicted {plural(facts['count'], 'image')}, {facts['images_per_s']:,.0f} images/s{where}")
         if inputs.bad:
             raise UserError(
                 f"{len(inputs.bad):,} of {len(inputs):,} inputs could not be read, among them {next(iter(inputs.bad))} "
