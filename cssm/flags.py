@@ -42,7 +42,7 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
         if not word.startswith("-") and verb in WITH_WORDS:
             paths.append(word)
             continue
-        if verb == "predict" and flag in ("--input", "--inputs"):  # its first word; others follow, as *.jpg gives them
+        if verb == "predict" and flag == "--input":  # its first word; others follow, as *.jpg gives them
             paths.append(value if equals else _value(flag, words, knobs))
             continue
         if not word.startswith("-"):

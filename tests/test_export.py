@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 from trained import make_run
 
 from cssm import load_trained
@@ -46,7 +47,14 @@ def test_an_exported_model_can_be_exported_again(run, tmp_path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "stablehlo"])
 def test_no_place_is_told(run, tmp_path, kind):
-    folder = exported(run, "--format", kind, "--output", str(tmp_path / "model"))
+    data_dir = run.parent / "photos"
+    for name in ("cat", "dog"):
+        (data_dir / name).mkdir(parents=True, exist_ok=True)
+        for i in range(8):
+            Image.new("RGB", (9, 9), (i, i, i)).save(data_dir / name / f"{i}.png")
+    places = {"data_dir": str(data_dir), "run_name": "alice", "checkpoint_dir": str(run.parent)}
+    of_photos = make_run(run.parent / "alice_2", dataset="folder", **places)
+    folder = exported(of_photos, "--format", kind, "--output", str(tmp_path / "model"))
     for path in folder.iterdir():
         content = path.read_bytes()
         assert not [word for word in (b"secret-place", b"alice", str(tmp_path).encode()) if word in content], path.name

@@ -57,6 +57,13 @@ def test_files_come_in_the_order_given_and_folders_by_name(tmp_path):
         np.testing.assert_array_equal(image, photo(Path(name), 8, central))
 
 
+def test_the_order_of_a_folder_is_not_that_of_the_disk(tmp_path):
+    names = [f"{i:02}/{j}.png" for i in (3, 1, 2, 0) for j in (5, 1, 9, 0, 7, 3)]
+    for name in names:
+        picture(tmp_path / name)
+    assert read(open_inputs([str(tmp_path)], SHAPE))[0] == [str(tmp_path / name) for name in sorted(names)]
+
+
 def test_links_are_followed_but_not_in_circles(tmp_path):
     picture(tmp_path / "real" / "x.png")
     (tmp_path / "seen").mkdir()

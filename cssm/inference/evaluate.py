@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import IO, Any
 
 import jax
@@ -45,6 +44,7 @@ def evaluate(config: Config, typed: Mapping[str, Any], stream: IO[str] | None = 
         relabel, notes = check_data(trained, outline, asked)
         for note in (*notes, *outline.notes):
             report.line(f"note: {note}")
+        folder = make_folder(config.output or trained.folder / _name(trained, asked, config.split), replaces=_FILES)
         parts = SPLITS if config.split == "all" else (config.split,)
         sources = []
         for part in parts:
@@ -52,7 +52,6 @@ def evaluate(config: Config, typed: Mapping[str, Any], stream: IO[str] | None = 
                 sources.append(data.load(asked, part, count))
         answers, seconds = _answers(trained, devices, sources, asked, relabel, report)
         found = _found(trained, answers, asked, config.split, sources)
-        folder = make_folder(config.output or trained.folder / _name(trained, asked, config.split), replaces=_FILES)
         put_json(folder / EVAL, found)
         title = f"{asked.dataset} {config.split}, step {trained.step}: accuracy {found['accuracy']:.4f}"
         save_confusion(folder / CONFUSION, found["confusion"], trained.class_names, title)
@@ -78,7 +77,7 @@ def data_config(trained: Trained, config: Config, typed: Mapping[str, Any]) -> C
     elif trained.exported and "data_dir" not in given and run.data_dir is not None:
         raise UserError(
             f"--checkpoint {trained.folder} is an exported model, which does not tell where its data lies: "
-            f"type --data_dir"
+            "type --data_dir"
         )
     kept |= {"image_size": trained.image_shape[-2], "batch_size": run.batch_size}
     for name in ("global_batch_size", "grad_accum"):
@@ -170,7 +169,7 @@ def _found(trained: Trained, answers: Answers, asked: Config, split: str, source
 def _name(trained: Trained, asked: Config, split: str) -> str:
     """eval_test, or with the data set's name where it is not the run's."""
     other = f"{re.sub(r'[^A-Za-z0-9-]+', '-', asked.dataset)}_" if asked.dataset != trained.config.dataset else ""
-    return str(Path(f"eval_{other}{split}"))
+    return f"eval_{other}{split}"
 
 
 def table_lines(found: Mapping[str, Any]) -> list[str]:
