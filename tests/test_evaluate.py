@@ -51,7 +51,7 @@ def test_all_numbers_are_those_of_numpy(run, tmp_path):
             assert picture.width > 400
 
 
-@pytest.mark.parametrize("examples, devices", [(1, 2), (13, 3), (21, 8)])
+@pytest.mark.parametrize("examples, devices", [(13, 3), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_any_number_of_examples_on_any_number_of_devices_gives_the_same_bytes(run, tmp_path, examples, devices):
     found = []
     for number in (1, devices):
@@ -62,6 +62,7 @@ def test_any_number_of_examples_on_any_number_of_devices_gives_the_same_bytes(ru
     assert json.loads(found[0])["count"] == examples
 
 
+@pytest.mark.slow
 def test_all_splits_together_are_their_sum(run, tmp_path):
     more = ["--max_train_examples", 10]
     parts = [asked(run, "--split", s, *more, "--output", tmp_path / s) for s in ("train", "val", "test", "all")]

@@ -18,10 +18,10 @@ MODELS = {
 CELLS = {"simple": {"cell_0": 4, "cell_1": 4}, "vit": {"block_0/mixer": 3, "block_1/mixer": 3}, "baseline": {}}
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "shvit")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "shvit", "baseline")]
 
 
-@pytest.fixture(scope="module", params=["simple", "baseline", *SLOW])
+@pytest.fixture(scope="module", params=["simple", *SLOW])
 def case(request, tmp_path_factory):
     trained = load_trained(make_run(tmp_path_factory.mktemp("explain") / "run", **MODELS[request.param]))
     logits, why = jax.jit(explained(trained))(trained.variables, IMAGES)

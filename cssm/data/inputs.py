@@ -7,6 +7,7 @@ it is read.
 import os
 import struct
 import sys
+import warnings
 import zipfile
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,9 @@ class Inputs:
         """All inputs, at most `size` at a time; files are decoded by so many threads. Each that cannot be read is named
         on stderr and left out. UserError for an .npz that breaks off.
         """
-        with ThreadPoolExecutor(max(1, workers), thread_name_prefix="cssm-decode") as pool:
+        with warnings.catch_warnings(), ThreadPoolExecutor(max(1, workers), thread_name_prefix="cssm-decode") as pool:
+            # Of images from 89 megapixels on, which are read; those of twice as many Pillow refuses.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             for part in self.parts:
                 if isinstance(part, NpzFile):
                     yield from self._of_npz(part, size)
