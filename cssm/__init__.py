@@ -1,11 +1,11 @@
-"""CSSM vision models, trained on every visible device. In Python: `from cssm import Config, train`."""
+"""CSSM vision models, trained on every visible device. In Python: `from cssm import Config, train, load_trained`."""
 
 import importlib
 from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {"Config": "cssm.config", "train": "cssm.training"}
+_HOMES = {"Config": "cssm.config", "train": "cssm.training", "load_trained": "cssm.inference.weights"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import IO, NoReturn
 
 from cssm import __version__
-from cssm.config import TRAINING, Config, Parsed, UserError, parse_args
+from cssm.config import OF_A_RUN, TRAINING, Config, Parsed, UserError, parse_args
 from cssm.memory import is_out_of_memory, out_of_memory
 from parallel.find import find_job
 from parallel.job import Job, JobError, join, leave
@@ -66,7 +66,8 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
     if worker and worker.divided:  # it sees its own devices, and indices into all of them would mean others
         parsed = _without(parsed, "gpus", "num_devices")
     config = parsed.config
-    set_environment(config, os.environ)
+    # A program for every platform is made on the one that all machines have.
+    set_environment(replace(config, platform="cpu") if parsed.verb == "export" else config, os.environ)
     with ExitStack() as stack:
         # A worker has Gloo in it, which prints too.
         kept = keep_stdout() if config.headless or worker else None
@@ -87,10 +88,11 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
                 prepare(config, parsed.typed, stream)
                 return 0
             if places := [] if worker else _places(config):
-                if parsed.verb == "bench":
+                if parsed.verb not in ("train", "devices"):
                     kind = places[0].job.kind
                     raise JobError(
-                        f"bench measures from one process, and this is one of a job ({kind}): start it alone"
+                        f"{parsed.verb} uses all devices from one process, and this is one of a job ({kind}): start it "
+                        "alone"
                     )
                 return _start(argv, parsed, places, stream)
             return _work(argv, parsed, worker, stream)
@@ -168,11 +170,29 @@ def _work(argv: Sequence[str], parsed: Parsed, worker: Worker | None, stream: IO
         from cssm.bench import bench
 
         bench(parsed.config, shlex.join(["main.py", *argv]), stream)
+    elif parsed.verb in OF_A_RUN:
+        _use(parsed, stream)
     else:
         from cssm.training import train
 
         train(parsed.config, typed=parsed.typed, json_stream=stream)
     return 0
+
+
+def _use(parsed: Parsed, stream: IO[str] | None) -> None:
+    """What is done with a trained model."""
+    if parsed.verb == "eval":
+        from cssm.inference.evaluate import evaluate
+
+        evaluate(parsed.config, parsed.typed, stream)
+    elif parsed.verb == "predict":
+        from cssm.inference.predict import predict
+
+        predict(parsed.config, parsed.typed, parsed.paths, stream)
+    else:
+        from cssm.inference.export import export
+
+        export(parsed.config, stream)
 
 
 def _part(code: int) -> int:
@@ -197,6 +217,8 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
     config, what = parsed.config, parsed.verb
     if config.resume:
         what = f"resume {config.resume}"
+    elif what in OF_A_RUN:
+        what = f"{what} of {config.checkpoint}"
     elif what in TRAINING:
         model = " ".join(filter(None, (config.arch, config.cell)))
         what = f"{'' if what == 'train' else f'{what} of '}{model} on {config.dataset}"

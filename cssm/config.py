@@ -11,11 +11,12 @@ from typing import Any, Self
 
 from cssm import __version__, flags, recipes, rules
 from cssm.flags import write_yaml
-from cssm.knobs import TRAINING, VERBS, Knob, UserError, choice_of, did_you_mean, knobs_of
+from cssm.knobs import OF_A_RUN, TRAINING, VERBS, Knob, UserError, choice_of, did_you_mean, knobs_of
 from cssm.rules import warnings_for
 from cssm.settings import (
     CellSettings,
     DataSettings,
+    InferenceSettings,
     MeasuringSettings,
     ModelSettings,
     OptimisationSettings,
@@ -24,11 +25,13 @@ from cssm.settings import (
 )
 from cssm.settings.data import GENERATED
 from cssm.settings.family import ARCHS, CELLS_NAMES
+from cssm.settings.inference import FORMATS
 
 __all__ = [
     "ARCHS",
     "CELLS_NAMES",
     "KNOBS",
+    "OF_A_RUN",
     "TRAINING",
     "VERBS",
     "Config",
@@ -52,6 +55,7 @@ DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)
 # The fields of a dataclass begin with those of its last base.
 @dataclasses.dataclass(frozen=True)
 class Config(
+    InferenceSettings,
     MeasuringSettings,
     RunningSettings,
     ParallelSettings,
@@ -159,8 +163,9 @@ def applicable(config: Config) -> dict[str, Any]:
 class Parsed:
     """A command line as read: the verb, the configuration, what was given by flag or file, flags first, and paths.
 
-    With --resume the model is the saved run's: `config` then holds the settings of the invocation only. The
-    whole follows from resume_config(saved, typed), or from resolve(typed, {}) if there is nothing to resume.
+    With --resume, and for the verbs OF_A_RUN, the model is the saved run's: `config` then holds the settings of the
+    invocation only. The whole follows from resume_config(saved, typed), or from resolve(typed, {}) if there is nothing
+    to resume; for those verbs from cssm.inference.
     """
 
     verb: str
@@ -183,15 +188,20 @@ def parse_args(argv: Sequence[str]) -> Parsed:
             raise UserError(f"--target_params finds {words}, and all of them are typed: leave one out")
     from_file = read_yaml(command.config_path) if command.config_path else {}
     if command.verb == "bench":  # which may be given the configuration of a run, and takes what concerns a step
-        from_file = {name: value for name, value in from_file.items() if KNOBS[name].verbs != ("train",)}
+        from_file = {n: v for n, v in from_file.items() if "bench" in (verbs := KNOBS[n].verbs) or "train" not in verbs}
     given = _settle(command.typed, from_file)
     if stray := [name for name in given if command.verb not in KNOBS[name].verbs]:
         verbs = " or ".join(KNOBS[stray[0]].verbs)
         raise UserError(f"--{stray[0]} does not apply to the verb {command.verb}: it is for {verbs}, leave it out")
+    if command.verb in FORMATS and given.get("format", FORMATS[command.verb][0]) not in FORMATS[command.verb]:
+        raise UserError(f"--format {given['format']}: {command.verb} writes {' or '.join(FORMATS[command.verb])}")
     fresh = {name: value for name, value in given.items() if KNOBS[name].resume == "fresh"}
-    config = Config(**(fresh if "resume" in given else given))
-    if "resume" not in given:  # also the default of a setting: whoever gives it wants it to mean something
+    comes_with_run = "resume" in given or command.verb in OF_A_RUN
+    config = Config(**(fresh if comes_with_run else given))
+    if not comes_with_run:  # also the default of a setting: whoever gives it wants it to mean something
         rules.check_applies(config, KNOBS, given)
+    if command.verb in OF_A_RUN and config.checkpoint is None:
+        raise UserError(f"{command.verb} needs a trained model: type --checkpoint with the folder of a run")
     return Parsed(command.verb, config, given, command.paths)
 
 

@@ -24,7 +24,7 @@ class Command:
     verb: str
     typed: dict[str, Any]
     config_path: str | None = None
-    paths: tuple[str, ...] = ()  # what compare is to read, or prepare to make
+    paths: tuple[str, ...] = ()  # what compare or predict is to read, or prepare to make
     show: str | None = None  # "help" or "version"
 
 
@@ -41,6 +41,9 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
         flag, equals, value = word.partition("=")
         if not word.startswith("-") and verb in WITH_WORDS:
             paths.append(word)
+            continue
+        if verb == "predict" and flag == "--input":  # its first word; others follow, as *.jpg gives them
+            paths.append(value if equals else _value(flag, words, knobs))
             continue
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word}: settings are typed as --name value")
@@ -63,7 +66,7 @@ def read_argv(argv: Sequence[str], knobs: Knobs, verbs: Sequence[str]) -> Comman
     return Command(verb, typed, config_path, tuple(paths))
 
 
-WITH_WORDS = ("compare", "prepare")
+WITH_WORDS = ("compare", "prepare", "predict")
 _SHOW = {"-h": "help", "--help": "help", "--version": "version"}
 _CONFIG = ("-f", "--config")
 
@@ -181,11 +184,12 @@ def _scalar(value: Any) -> str:
 def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
     """All flags by group, each with its default, choices, other names, and where it applies."""
     lines = [
-        f"usage: python main.py [{'|'.join(verbs)}] [flags]      (installed: cssm ...)",
+        f"usage: python main.py [{'|'.join(verbs)}] [flags]  (installed: cssm ...)",
         "",
         "Train CSSM vision models, on every visible device unless told otherwise. No verb means train;",
         "devices shows and tests what there is; compare RUN RUN ... puts runs side by side; bench times steps;",
-        "prepare NAME --data_dir FOLDER writes a data set as files: pathfinder, cabc, pathtracker, tfds:NAME.",
+        "prepare NAME --data_dir FOLDER writes a data set as files: pathfinder, cabc, pathtracker, tfds:NAME;",
+        "eval, predict --input FILES|FOLDER|X.npz and export take a trained model by --checkpoint RUN.",
         "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
         "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",
         "N may be written 300k, 1.5M or 2G: thousands, millions, thousands of millions.",

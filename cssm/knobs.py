@@ -24,9 +24,12 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
-VERBS = ("train", "devices", "compare", "bench", "prepare")
+VERBS = ("train", "devices", "compare", "bench", "prepare", "eval", "predict", "export")
 TRAINING = ("train", "bench")
 WITH_DEVICES = ("train", "devices", "bench")
+# What is done with a trained model, whose settings come with it.
+INFERRING = ("eval", "predict")
+OF_A_RUN = (*INFERRING, "export")
 
 Applies = Mapping[str, tuple[str, ...]]
 

@@ -28,6 +28,9 @@ def out_of_memory(config: Config) -> str:
     from parallel.devices import local, select_devices
 
     devices = select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
+    in_use = memory_in_use([device.memory_stats() or {} for device in local(devices)])
+    if config.checkpoint:  # a model is used, not trained
+        return f"out of memory{in_use}: type a smaller --batch_size"
     given, ways = _halves(config, len(devices))
     if config.resume:
         ways += ["--remat (where --arch is not simple)"]
@@ -38,7 +41,6 @@ def out_of_memory(config: Config) -> str:
         shard = "--shard params" if config.shard == "optimizer" else "--shard optimizer or --shard params"
         ways += [f"{shard} (where --optimizer is not {' or '.join(WHOLE)})" if config.resume else shard]
     ways += ["--bf16"] if config.dtype == "f32" and not config.resume else []
-    in_use = memory_in_use([device.memory_stats() or {} for device in local(devices)])
     return f"out of memory{given}{in_use}: type {', or '.join(ways or ['a smaller --embed_dim'])}"
 
 

@@ -19,7 +19,7 @@ from cssm.data.written import write_array_record, write_published
 from cssm.report import Reporter
 
 # Settings of prepare that concern what is generated alone
-_GENERATING = ("image_size", "num_workers", "max_train_examples", "max_eval_examples")
+_GENERATING = ("image_size", "num_workers", "max_train_examples", "max_eval_examples", "format")
 
 
 def prepare(config: Config, typed: Mapping[str, Any], stream: IO[str] | None = None) -> None:

@@ -114,17 +114,23 @@ def _find(config: Config, typed: Mapping[str, Any], make: bool) -> dict[str, Any
 
 
 def saved(checkpoints: Path) -> dict[str, Any]:
-    """What the newest checkpoint keeps besides its arrays: {step, best, config, data, skipped}, the last two where it
-    was made by a version that has them. UserError (exit code 6) where a checkpoint holds something else.
+    """What the newest checkpoint keeps besides its arrays (see `checked`)."""
+    return checked(saved_meta(checkpoints), checkpoints)
+
+
+def checked(meta: dict[str, Any], checkpoints: Path) -> dict[str, Any]:
+    """The `meta` of a checkpoint: {step, best, config, data, skipped}, the last two where it was made by a version that
+    has them. UserError (exit code 6) where it holds something else.
     """
-    meta = saved_meta(checkpoints)
     forms = {"step": int, "best": dict, "config": dict}
     optional = {"skipped": int, "data": dict}
     right = forms.keys() <= meta.keys() and all(
         isinstance(meta[name], form) for name, form in {**forms, **optional}.items() if name in meta
     )
     data = meta.get("data", {"classes": [], "train_examples": 0}) if right else {}
-    if not isinstance(data.get("classes"), list) or not isinstance(data.get("train_examples"), int):
+    shape = data.get("image_shape", [])
+    whole = [data.get("train_examples"), data.get("num_classes", 0), *(shape if isinstance(shape, list) else [None])]
+    if not isinstance(data.get("classes"), list) or not all(type(number) is int for number in whole):
         raise UserError(f"the checkpoints in {checkpoints} were not made by a run: start without --resume", STORAGE)
     return meta
 

@@ -234,8 +234,9 @@ def describe(setup: Setup, shapes: TrainState) -> dict[str, Any]:
 
 
 def data_record(outline: Outline) -> dict[str, Any]:
-    """What a checkpoint keeps of the data, for Run.data_changes."""
-    return {"classes": list(outline.classes), "train_examples": outline.examples["train"]}
+    """What a checkpoint keeps of the data, for Run.data_changes and for whoever uses the model."""
+    known = {"classes": list(outline.classes), "train_examples": outline.examples["train"]}
+    return known | {"num_classes": outline.num_classes, "image_shape": list(outline.image_shape)}
 
 
 def wrapper(config: Config, strategy: Replicated) -> Callable[[type[nn.Module]], Any]:

@@ -76,14 +76,15 @@ def resolve_batch(
 
 
 def pad_and_mask(batch: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
-    """Pad arrays [n, ...] with zeros to [size, ...]; add "mask", float32 [size]: 1 for a real example.
+    """Pad arrays [n, ...] with zeros to [size, ...], where n is less; add "mask", float32 [size]: 1 for a real example.
 
     Raises DeviceError if the arrays disagree on n, hold more than `size` examples, or include a mask.
     """
     n = leading_size(batch)
     if n > size or "mask" in batch:
         raise DeviceError(f"cannot pad a batch of {n} ({', '.join(batch)}) to {size} and add a mask")
-    padded = {k: np.concatenate([v, np.zeros((size - n, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
+    zeros = {name: np.zeros((size - n, *array.shape[1:]), array.dtype) for name, array in batch.items()}
+    padded = {name: np.concatenate([array, zeros[name]]) if n < size else array for name, array in batch.items()}
     mask = np.zeros(size, np.float32)
     mask[:n] = 1
     return {**padded, "mask": mask}

@@ -207,7 +207,7 @@ def test_one_of_a_job_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert cli.main(["bench"]) == 2
-    assert "bench measures from one process" in capsys.readouterr().err
+    assert "bench uses all devices from one process" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_names_that_are_refused_say_what_to_do(argv, instead):
         (["--batch"], "unknown flag --batch, did you mean --batch_size?"),
         (["--qqq"], "unknown flag --qqq, --help lists them all"),
         (["trian", "--lr", "1"], "unknown verb trian, did you mean train?"),
-        (["fly"], "unknown verb fly: type train or devices or compare or bench or prepare"),
+        (["fly"], f"unknown verb fly: type {' or '.join(VERBS)}"),
         (["--lr", "1", "train"], "unexpected argument train: settings are typed as --name value"),
         (["-f"], "-f needs a value: type -f VALUE"),
         (["--config="], "--config needs a value: type --config FILE"),

@@ -17,8 +17,9 @@ TESTS = sorted(ROOT.glob("tests/**/*.py"))
 # name that follows `cssm.`.
 MAY_IMPORT = {
     "main": "cli",
-    "cssm": "config training",
-    "cli": "bench cssm compare config memory prepare report training hardware parallel",
+    "cssm": "config inference training",
+    "inference": "cells checkpoint config data fused models report rules runs settings step parallel",
+    "cli": "bench cssm compare config memory prepare report training hardware inference parallel",
     "prepare": "config data report",
     "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
     "input_rate": "apart config data",
@@ -98,7 +99,8 @@ NO_JAX |= {"cli", "memory", "advice", "apart", "cards", "lock", "markdown", "pee
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
-OPTIONAL = ["array_record", "grain", "ruamel", "tensorboardX", "tensorflow", "tensorflow_datasets", "wandb"]
+OPTIONAL = ["array_record", "flatbuffers", "grain", "ruamel", "safetensors", "tensorboardX", "tensorflow"]
+OPTIONAL += ["tensorflow_datasets", "wandb"]
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
 REGISTRY = re.compile(
     r"pypi\.org|pythonhosted\.org|npmjs\.(?:org|com)|conda\.(?:io|org)|--(?:extra-)?index-url", re.IGNORECASE

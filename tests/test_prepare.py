@@ -57,7 +57,7 @@ def test_with_headless_it_is_one_event(tmp_path, capfd):
         (["pathfinder"], "prepare pathfinder: it needs a folder to write to: type --data_dir FOLDER"),
         (["digits", "--data_dir", "x"], "prepare digits: can prepare pathfinder, cabc, pathtracker and tfds:NAME"),
         (["pathfindr", "--data_dir", "x"], "did you mean pathfinder?"),
-        (["tfds:mnist", "--data_dir", "x", "--format", "array_record"], "--format array_record does not apply with"),
+        (["tfds:mnist", "--data_dir", "x", "--format", "array_record"], "--format is for data sets that are generated"),
         (["tfds:mnist", "--data_dir", "x", "--num_workers", "2"], "--num_workers is for data sets that are generated"),
         (["cabc", "--data_dir", "x", "--lr", "1"], "--lr does not apply to the verb prepare"),
         (["cabc", "--data_dir", "x", "--image_size", "32"], "cABC takes 64 to 448 pixels"),
@@ -94,9 +94,9 @@ def test_sigterm_clears_up_and_ends_with_143(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_format_is_for_prepare_alone(capsys):
+def test_format_is_not_for_training(capsys):
     assert main(["--dataset", "pathfinder", "--format", "published"]) == 2
-    assert "--format does not apply to the verb train: it is for prepare" in capsys.readouterr().err
+    assert "--format does not apply to the verb train: it is for prepare or export" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -114,7 +114,12 @@ def test_every_command_runs_in_turn(tmp_path):
             argv += ["--devices", "2", "--steps", "2", "--max_train_examples", "128", "--checkpoint_dir", str(tmp_path)]
         if argv[:1] == ["prepare"]:
             argv[argv.index("--data_dir") + 1 :] = [str(tmp_path / "sets"), *SHORT[2:]]
-        trains = not {"devices", "compare", "bench", "prepare", "--help"} & set(argv)
+        if "--checkpoint" in argv:  # the first run of all
+            runs = sorted(path.parent for path in tmp_path.glob("*/checkpoints"))
+            argv[argv.index("--checkpoint") + 1] = str(runs[0])
+        if "--input" in argv:
+            argv[argv.index("--input") + 1] = str(tmp_path / "photos")
+        trains = not {"devices", "compare", "bench", "prepare", "eval", "predict", "export", "--help"} & set(argv)
         more = ["--checkpoint_dir", str(tmp_path)] + (["--max_steps", "3"] if "--resume" in argv else SHORT)
         if "--data_dir" in argv and trains:  # in the place of the user's own
             argv[argv.index("--data_dir") + 1] = str(photos(tmp_path / "photos"))

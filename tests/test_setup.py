@@ -163,4 +163,5 @@ def test_the_size_the_classes_and_the_notes_are_those_of_the_files(tmp_path, cap
     facts = describe(setup, setup.layout)
     assert facts["classes"] == ["no", "yes"] and facts["image_shape"] == [3, 10, 10, 2]
     assert facts["config"]["image_size"] == 10 and "note: the data set has only train" in capsys.readouterr().out
-    assert data_record(setup.outline) == {"classes": ["no", "yes"], "train_examples": 40}
+    record = {"classes": ["no", "yes"], "train_examples": 40, "num_classes": 2, "image_shape": [3, 10, 10, 2]}
+    assert data_record(setup.outline) == record

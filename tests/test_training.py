@@ -15,6 +15,7 @@ from cssm import data, models, train
 from cssm.checkpoint import Checkpoints
 from cssm.checkpoint.step_folder import open_checkpointer, read_arrays, read_record
 from cssm.config import Config, UserError, parse_args
+from cssm.inference.evaluate import evaluate
 from cssm.report import read_events
 from cssm.step import cross_entropy, normalise
 from parallel.devices import DeviceError
@@ -111,6 +112,16 @@ def test_evaluation_uses_the_averaged_parameters(whole):
     ]
     np.testing.assert_allclose(loss(tree("ema_params")), logged, rtol=1e-5)
     assert abs(loss(tree("params")) - logged) > 1e-4
+
+
+def test_evaluating_the_run_gives_what_it_said_of_itself(whole, tmp_path):
+    run, summary = whole
+    latest = ["eval", "--checkpoint", str(run), "--checkpoint_step", "latest", "--output", str(tmp_path), "--quiet"]
+    parsed = parse_args([*latest, "--num_devices", "3"])
+    found = evaluate(parsed.config, parsed.typed)
+    for name in ("step", "count", "accuracy"):
+        assert found[name] == summary["test"][name]
+    assert found["averaged"] and found["loss"] == pytest.approx(summary["test"]["loss"], rel=1e-5)
 
 
 def test_the_saved_configuration_reproduces_the_run(whole, tmp_path):

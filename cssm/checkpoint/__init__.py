@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
@@ -133,6 +134,25 @@ class Checkpoints:
             newer = ", ".join(map(str, self._abandoned))
             notes.append(f"going on from step {candidate}; the next save removes newer steps: {newer}")
         return state, meta, candidate, notes
+
+    def read(self, step: int, parts: Sequence[str]) -> tuple[Leaves, dict[str, Any]]:
+        """(arrays by path, meta) of a step: those below the top-level entries named, such as "params". UserError with
+        exit code 6 where the step is damaged.
+        """
+        folder = self._folder(step)
+        try:
+            step_folder.check_files(folder)
+            record = step_folder.read_record(folder)
+            arrays = {name: entry for name, entry in record["arrays"].items() if name.split("/")[0] in parts}
+            return step_folder.read_arrays(self._checkpointer, folder, arrays), record["meta"]
+        except PermissionError as error:
+            raise UserError(f"cannot read {error.filename}: permission denied", STORAGE_FAULT) from error
+        except (DamagedError, OSError) as damage:
+            others = ", ".join(str(other) for other in self.steps() if other != step) or "no other"
+            raise UserError(
+                f"the checkpoint of step {step} in {self.directory} is damaged ({damage}): there is {others}",
+                STORAGE_FAULT,
+            ) from damage
 
     def wait(self) -> None:
         """Until the last save is committed; raises what it raised."""

@@ -156,12 +156,14 @@ def _is_array_record(entry: Any) -> bool:
 
 
 def read_arrays(checkpointer: ocp.Checkpointer, folder: Path, arrays: dict[str, Any]) -> Leaves:
-    """Read the arrays that the record tells of. Raises DamagedError if one is not what was saved."""
+    """Read these arrays of the record, all or some. Raises DamagedError if one is not what was saved."""
     stored = [name for name, entry in arrays.items() if 0 not in entry["shape"]]
     for name in stored:
         _check_size(folder / "state" / name / ".zarray", name, arrays[name]["shape"])
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    args = ocp.args.PyTreeRestore(dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy))
+    args = ocp.args.PyTreeRestore(
+        dict.fromkeys(stored, 0), restore_args=dict.fromkeys(stored, as_numpy), partial_restore=True
+    )
     try:
         restored = checkpointer.restore(folder, args=ocp.args.Composite(state=args)).state
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of orbax, by what it meets

@@ -142,7 +142,7 @@ def _opened(path: Path) -> NpzFile:
             if len(found) != 1 or "labels" not in keys:
                 raise UserError(f"{path} holds {', '.join(keys) or 'nothing'}: must hold {FORM}")
             kind = found[0]
-            shape, dtype = _header(archive, kind)
+            shape, dtype, _ = header(archive, kind)
             labels = _array(archive, "labels")
             classes = tuple(map(str, _array(archive, "classes"))) if "classes" in keys else ()
     except NOT_NPZ as error:
@@ -167,15 +167,15 @@ def _check_form(file: NpzFile, shape: tuple[int, ...]) -> None:
         raise UserError(f"{path}: a label is {labels.max()}: labels count classes, from 0")
 
 
-def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of an array in the archive."""
+def header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape and dtype of an array in the archive, and whether it lies in Fortran order. ValueError for objects."""
     with archive.open(f"{name}.npy") as stream:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(stream)
+        shape, fortran, dtype = read(stream)
     if dtype.hasobject:
         raise ValueError(f"{name} holds Python objects, which are not read since they may run programs")
-    return shape, dtype
+    return shape, dtype, fortran
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -195,12 +195,12 @@ def _read_pixels(file: NpzFile, size: int | None, progress: Progress) -> _Pixels
     except NOT_NPZ as error:
         raise UserError(f"{file.path} cannot be read as .npz: {reason(error)}") from error
     values = values.reshape(file.shape)
-    values = values if values.dtype == np.uint8 else _from_floats(values, file)
-    held = _pixels[key] = _Pixels(_resized(values, file.image_shape(size), progress))
+    values = values if values.dtype == np.uint8 else from_floats(values, file)
+    held = _pixels[key] = _Pixels(resized_to(values, file.image_shape(size), progress))
     return held
 
 
-def _resized(images: np.ndarray, shape: tuple[int, ...], progress: Progress) -> np.ndarray:
+def resized_to(images: np.ndarray, shape: tuple[int, ...], progress: Progress = None) -> np.ndarray:
     """[N, ..., H, W, C] -> [N, *shape]: the largest square in the middle, antialiased; as they are if of that shape."""
     if images.shape[1:] == shape:
         return images
@@ -214,7 +214,7 @@ def _resized(images: np.ndarray, shape: tuple[int, ...], progress: Progress) -> 
     return found
 
 
-def _from_floats(values: np.ndarray, file: NpzFile) -> np.ndarray:
+def from_floats(values: np.ndarray, file: NpzFile) -> np.ndarray:
     """Floats from 0 to 1 -> uint8, where each is a pixel's value divided by 255, to rounding."""
     pixels = np.empty(values.shape, np.uint8)
     allowed = 4 * 255 * float(np.finfo(values.dtype).eps)

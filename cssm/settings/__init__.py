@@ -5,6 +5,7 @@ family.py names the trunks and cells, and where among them a setting has a meani
 
 from cssm.settings.cells import CellSettings
 from cssm.settings.data import DataSettings
+from cssm.settings.inference import InferenceSettings
 from cssm.settings.measuring import MeasuringSettings
 from cssm.settings.model import ModelSettings
 from cssm.settings.optimisation import OptimisationSettings
@@ -14,6 +15,7 @@ from cssm.settings.running import RunningSettings
 __all__ = [
     "CellSettings",
     "DataSettings",
+    "InferenceSettings",
     "MeasuringSettings",
     "ModelSettings",
     "OptimisationSettings",

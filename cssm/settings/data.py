@@ -4,7 +4,7 @@ import dataclasses
 from functools import partial
 
 from cssm import recipes
-from cssm.knobs import TRAINING, knob
+from cssm.knobs import INFERRING, TRAINING, knob
 
 # What is generated unless files are given. What is read from files: image folders, which are cropped; what may be; what
 # is read image by image; all.
@@ -17,6 +17,8 @@ DATASETS = ("digits", *GENERATED, "npz", *CROPPED)
 
 _data = partial(knob, group="data", resume="fixed", verbs=TRAINING)
 _made = partial(_data, verbs=(*TRAINING, "prepare"))
+# Which images: eval may be told of others than a model was trained on.
+_chosen = partial(_data, verbs=(*TRAINING, "prepare", "eval"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +26,16 @@ class DataSettings:
     """Which images, how many, and how they are prepared."""
 
     # fmt: off
-    dataset: str = _made("digits", "the images; prepare takes it without --dataset", choices=DATASETS)
-    data_dir: str | None = _made(None, "the file or folder that holds the images, or that prepare makes (docs/data.md)",
+    dataset: str = _chosen("digits", "the images; prepare takes it without --dataset", choices=DATASETS)
+    data_dir: str | None = _chosen(None, "file or folder that holds the images, or that prepare makes (docs/data.md)",
         applies={"dataset": FILES}, resume="kept", unset="none, pathfinder, cabc, pathtracker are then generated",
         aliases=("imagenet_dir", "pathtracker_dir", "tfrecord_dir"))
-    pathfinder_difficulty: str = _made("easy", "easy, or the number of paddles of a contour",
+    pathfinder_difficulty: str = _chosen("easy", "easy, or the number of paddles of a contour",
         choices=tuple(recipes.PATHFINDER_SIZES), applies={"dataset": ("pathfinder",)})
-    cabc_difficulty: str = _made("easy", "which of the three sets", choices=("easy", "medium", "hard"),
+    cabc_difficulty: str = _chosen("easy", "which of the three sets", choices=("easy", "medium", "hard"),
         applies={"dataset": ("cabc",)})
-    pathtracker_difficulty: str = _made("easy", "of generated clips: easy, or the number of dots besides the two that "
-        "matter", choices=("easy", "0", "5", "14", "25"), applies={"dataset": ("pathtracker",)})
+    pathtracker_difficulty: str = _chosen("easy", "of generated clips: easy, or the number of dots besides the two "
+        "that matter", choices=("easy", "0", "5", "14", "25"), applies={"dataset": ("pathtracker",)})
     image_size: int | None = _made(None, "side of the images", bounds="[1,)", unset="by data set, or that of the files")
     crop_scale: float | None = _data(None, "least share of an image's area that a random crop for training keeps, "
         "1 for the centre as in evaluation", bounds="(0,1]", applies={"dataset": CROPPED}, resume="kept",
@@ -48,18 +50,17 @@ class DataSettings:
         resume="kept")
     rand_augment: str | None = _data(None, "random operations on each image, such as m9-n2: magnitude 9 of 10, 2 of "
         "them", resume="kept", unset="none")
-    cache_dir: str | None = _data(None, "where generated images are kept", resume="fresh",
+    cache_dir: str | None = _data(None, "where generated images and compiled programs are kept", resume="fresh",
+        verbs=(*TRAINING, *INFERRING),
         unset="$XDG_CACHE_HOME/cssm or ~/.cache/cssm")
     num_workers: int | None = _made(None, "workers that prepare data", bounds="[0,)", resume="fresh",
+        verbs=(*TRAINING, "prepare", *INFERRING),
         unset="the number of cores, at most 8")
     prefetch: int = _data(2, "batches made ahead, 0 for none", bounds="[0,)", aliases=("prefetch_batches",),
-        resume="fresh")
+        resume="fresh", verbs=(*TRAINING, *INFERRING))
     max_bad_examples: int = _data(0, "examples of a split that may be unreadable, 0 to stop at the first",
-        bounds="[0,)", applies={"dataset": ONE_BY_ONE}, resume="kept")
-    max_train_examples: int | None = _made(None, "train on the first so many", bounds="[1,)", unset="all")
+        bounds="[0,)", applies={"dataset": ONE_BY_ONE}, resume="kept", verbs=(*TRAINING, "eval"))
+    max_train_examples: int | None = _chosen(None, "train on the first so many", bounds="[1,)", unset="all")
     max_eval_examples: int | None = _data(None, "evaluate on the first so many", bounds="[1,)", resume="kept",
-        verbs=("train", "prepare"), unset="all")
-    format: str = _data("published", "how prepare writes: as the published files, or as array_record of tfds",
-        choices=("published", "array_record"), applies={"dataset": GENERATED}, resume="fresh", saved=False,
-        verbs=("prepare",))
+        verbs=("train", "prepare", "eval"), unset="all")
     # fmt: on

@@ -33,5 +33,4 @@ class MeasuringSettings:
         applies={"input": ("data",)}, unset="num_workers alone")
     peer: str = _bench("none", "time the same in PyTorch beside each row: the attention model, or the data set",
         choices=("none", "torch"), applies=({**TAKES_STEPS, **_ATTENTION}, {"input": ("data",), "dataset": FOLDERS}))
-    output: str | None = _bench(None, "folder for bench.json and bench.md", unset="checkpoint_dir/TIME_bench_ARCH_CSSM")
     # fmt: on

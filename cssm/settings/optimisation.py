@@ -3,7 +3,7 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import TRAINING, knob
+from cssm.knobs import INFERRING, TRAINING, knob
 from cssm.recipes import OPTIMIZERS
 
 _optim = partial(knob, group="optimisation", verbs=TRAINING)
@@ -53,12 +53,13 @@ class OptimisationSettings:
     ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
         bounds="[0,1)", resume="fixed")
     batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
-        aliases=("per_device_train_batch_size",))
+        aliases=("per_device_train_batch_size",), verbs=(*TRAINING, *INFERRING))
     global_batch_size: int | None = _optim(None, "images per step; with batch_size it gives grad_accum",
         bounds="[1,)", unset="batch_size x devices x grad_accum")
     find_batch_size: bool = _train(False, "find the batch_size: the largest power of two with which a step fits the "
         "memory of the devices", resume="fresh", saved=False)
     grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
         aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
-    seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed")
+    seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed",
+        verbs=(*TRAINING, "eval"))
     # fmt: on

@@ -3,11 +3,12 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import WITH_DEVICES, knob
+from cssm.knobs import INFERRING, WITH_DEVICES, knob
 
 _parallel = partial(knob, group="parallel", resume="fresh", verbs=WITH_DEVICES)
 # A benchmark has one process, and numbers of devices of its own (--devices).
 _RUN = ("train", "devices")
+_DEVICES = (*WITH_DEVICES, *INFERRING)
 # Where this process stands in a job: never part of what describes a run.
 _process = partial(_parallel, saved=False, verbs=_RUN)
 
@@ -18,13 +19,13 @@ class ParallelSettings:
 
     # fmt: off
     gpus: str | None = _parallel(None, "indices of the devices to use, for example 0,1", aliases=("gpu_ids",),
-        unset="all")
+        unset="all", verbs=_DEVICES)
     num_devices: int | None = _parallel(None, "use the first so many devices", bounds="[1,)", unset="all",
-        verbs=_RUN)
+        verbs=(*_RUN, *INFERRING))
     platform: str = _parallel("auto", "kind of device", choices=("auto", "cpu", "gpu", "tpu"),
-        aliases=("target_device",))
+        aliases=("target_device",), verbs=_DEVICES)
     multi_gpu: str = _parallel("auto", "auto and dp use all devices in one process, ddp has a process for each, "
-        "off uses the first", choices=("auto", "dp", "ddp", "off"), verbs=_RUN)
+        "off uses the first", choices=("auto", "dp", "ddp", "off"), verbs=(*_RUN, *INFERRING))
     sync_backend: str = _parallel("auto", "how gradients are averaged: auto and nccl by the devices, cpu on the "
         "host, where collectives do not work", choices=("auto", "nccl", "cpu"))
     shard: str = _parallel("none", "what is split over the devices instead of copied: the state of the optimizer, "

@@ -3,7 +3,7 @@
 import dataclasses
 from functools import partial
 
-from cssm.knobs import TRAINING, VERBS, WITH_DEVICES, knob
+from cssm.knobs import INFERRING, OF_A_RUN, TRAINING, VERBS, WITH_DEVICES, knob
 from cssm.settings.family import BLOCKS, RECURRENT, spectral
 
 _precision = partial(knob, group="precision and memory", verbs=TRAINING)
@@ -20,18 +20,20 @@ class RunningSettings:
     remat: bool | None = _precision(None, "recompute activations in the backward pass, to save memory",
         applies=BLOCKS, unset="where the step would not fit otherwise")
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
-        applies=spectral("s4nd"))
+        applies=spectral("s4nd"), verbs=(*TRAINING, *INFERRING))
     scan: str = _precision("auto", "how time is scanned: step by step (reference, or chunked in less memory), by "
         "prefix products, step by step in log space, or in one GPU kernel; auto: that, or without such a GPU "
         "reference up to 64 steps and chunked beyond",
-        choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT)
+        choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT,
+        verbs=(*TRAINING, *INFERRING))
     deterministic: bool = _precision(False, "the same bits in every run, also on a GPU, where that is slower; on a CPU "
-        "it is so anyway", resume="fresh", verbs=WITH_DEVICES)
-    compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh")
+        "it is so anyway", resume="fresh", verbs=(*WITH_DEVICES, *INFERRING))
+    compile_cache: bool = _precision(True, "keep compiled programs for the next run", resume="fresh",
+        verbs=(*TRAINING, *INFERRING))
     mem_fraction: float | None = _precision(None, "share of a GPU's memory to reserve", bounds="(0,1]",
-        resume="fresh", verbs=WITH_DEVICES, unset="left to JAX")
+        resume="fresh", verbs=(*WITH_DEVICES, *INFERRING), unset="left to JAX")
     xla_flags: str | None = _precision(None, "flags for XLA, added to those in XLA_FLAGS", resume="fresh",
-        verbs=WITH_DEVICES, unset="none")
+        verbs=(*WITH_DEVICES, *INFERRING), unset="none")
     checkpoint_dir: str = _checkpoint("runs", "where runs are kept", aliases=("save_dir", "output_dir"),
         resume="fresh", verbs=TRAINING)
     run_name: str | None = _checkpoint(None, "folder of the run", resume="fresh", unset="TIME_ARCH_CSSM")
@@ -44,7 +46,7 @@ class RunningSettings:
         "run ends with the stacks of all threads; compilation counts; 0 for never", bounds="[0,)", resume="fresh")
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
-    quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare"))
+    quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare", *OF_A_RUN))
     headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
     profile: str | None = _report(None, "write a trace of 5 steps into this folder: the 6th to the 10th, or with bench "

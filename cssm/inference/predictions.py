@@ -1,0 +1,78 @@
+"""Where predictions go: a file of JSON lines or CSV, or the screen."""
+
+import csv
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from cssm.config import UserError
+from cssm.report import Reporter
+
+SUFFIXES = (".jsonl", ".csv")
+Prediction = Mapping[str, Any]
+
+
+def check_output(output: str | None) -> Path | None:
+    """The file that --output names. UserError for a kind that is not written, or a folder."""
+    if output is None:
+        return None
+    path = Path(output)
+    if path.suffix not in SUFFIXES:
+        raise UserError(
+            f"--output {path}: predictions are written as {' or '.join(SUFFIXES)}, type one of these endings"
+        )
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder: type the name of a file in it")
+    return path
+
+
+class Predictions:
+    """Writes one prediction after another: {input, class, label, probability, top: [{class, label, probability}, ...]}.
+
+    A file gets its name once it is complete; until then, and for good where the program is stopped, it is called
+    NAME.partial. Without a file they are told: a line each, or an event of --headless.
+    """
+
+    def __init__(self, path: Path | None, top_k: int, report: Reporter) -> None:
+        self.path, self._top_k, self._report = path, top_k, report
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._partial.open("w", newline="", encoding="utf-8", errors="surrogateescape")
+            if self.path.suffix == ".csv":
+                ranks = range(1, self._top_k + 1)
+                csv.writer(self._file).writerow(
+                    ["input", *(f"{name}_{rank}" for rank in ranks for name in ("class", "probability"))]
+                )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._file is None or self.path is None:
+            return
+        self._file.close()
+        if kind is None:
+            os.replace(self._partial, self.path)
+        else:
+            self._report.line(f"note: what was predicted so far is in {self._partial}")
+
+    def write(self, row: Prediction) -> None:
+        """One more."""
+        if self._file is None:
+            self._report.event("prediction", **row)
+            told = ", ".join(f"{guess['class']} {guess['probability']:.4f}" for guess in row["top"])
+            self._report.line(f"{row['input']}: {told}")
+        elif self.path is not None and self.path.suffix == ".csv":
+            cells = [value for guess in row["top"] for value in (guess["class"], guess["probability"])]
+            csv.writer(self._file).writerow([row["input"], *cells])
+        else:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    @property
+    def _partial(self) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.partial")
