@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "markdown": "",
     "cards": "",
     "training": "batch_size checkpoint config dry_run loop meter report runs setup signals tracing parallel",
-    "loop": "checkpoint config data engine meter nonfinite report resume setup signals step tracing waiting watchdog "
-    "parallel",
+    "loop": "checkpoint config data engine evaluation meter nonfinite report resume setup signals step tracing "
+    "waiting watchdog parallel",
+    "evaluation": "data engine report step parallel",
     "nonfinite": "augment data rules setup step parallel",
     "watchdog": "",
     "batch_size": "config data engine memory meter report runs setup parallel",
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
-    "compare": "config markdown waiting",
+    "compare": "config markdown report waiting",
     "waiting": "knobs settings",
     "advice": "",
     "step": "augment config models parallel",

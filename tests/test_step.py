@@ -207,10 +207,16 @@ def test_evaluation_counts_each_example_once_on_any_number_of_devices():
         eval_fn = par.spmd(make_eval_step(model, Replicated(), SIMPLE), devices)
         params, sums = par.replicate(variables["params"], devices), par.replicate(Sums.zeros(), devices)
         size = 16 if 16 % num_devices == 0 else 8 * num_devices
+        answers = []
         for batch in eval_batches(ArraySource(images, labels, 10), size):
-            sums = eval_fn(params, {}, sums, par.shard_batch(par.pad_and_mask(batch, size), devices))
+            padded = par.pad_and_mask(batch, size)
+            sums, given = eval_fn(params, {}, sums, par.shard_batch(padded, devices))
+            answers.append({name: np.ravel(value)[padded["mask"] > 0] for name, value in given.items()})
         loss, correct, count, *_ = total(sums, devices)
         assert (int(count), int(correct)) == (103, int((np.argmax(logits, -1) == labels).sum()))
+        np.testing.assert_array_equal(np.concatenate([a["answer"] for a in answers]), np.argmax(logits, -1))
+        shares = jax.nn.softmax(logits).max(-1)
+        np.testing.assert_allclose(np.concatenate([a["confidence"] for a in answers]), shares, rtol=1e-4)
         losses.append(float(loss))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     np.testing.assert_allclose(losses[0], want_loss, rtol=1e-5)

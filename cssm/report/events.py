@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -14,6 +15,7 @@ METRICS = "metrics.jsonl"
 STORAGE = 6
 BLOCK = 2**16
 OF_A_STEP = ("step", "eval", "checkpoint")
+SPLITS = ("val", "test")
 NOT_SCALARS = ("step", "epoch", "count")
 
 
@@ -42,6 +44,7 @@ class EventLog:
         self._file, self.cut_bytes = (None, 0) if run_dir is None else _open_after_whole_line(run_dir / METRICS)
         self._path, self._stream = run_dir and run_dir / METRICS, stream
         self._schema: dict[str, int] = {"schema": SCHEMA}
+        self._settings: dict[str, Any] = {}
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
         """One event; `event` comes first, and the first event of all names the schema."""
@@ -59,6 +62,15 @@ class EventLog:
             self._stream.flush()
         if self._tensorboard and kind in ("step", "eval"):
             self._tensorboard.write("train" if kind == "step" else fields["split"], fields)
+        if self._tensorboard and kind == "config":
+            self._settings = fields.get("config", {})
+        if self._tensorboard and kind == "summary":
+            self._tensorboard.write_settings(self._settings, fields)
+
+    def show(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """PNG images by name, where there is something that shows them."""
+        if self._tensorboard:
+            self._tensorboard.write_images(step, pictures)
 
     def close(self) -> None:
         """End both files; the stream stays open."""
@@ -69,7 +81,7 @@ class EventLog:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard event files in a directory; UserError where the writer is not installed.
+    """Scalars, images and settings as TensorBoard event files in a directory; UserError where there is no writer.
 
     Written by the caller's thread: tensorboardX's SummaryWriter has one of its own, and hangs when that meets a full
     disk.
@@ -86,19 +98,37 @@ class TensorBoard:
 
     def write(self, prefix: str, fields: dict[str, Any]) -> None:
         """One scalar `<prefix>/<name>` for each number of the fields, at fields["step"]; OSError where it cannot be."""
-        step, event = int(fields["step"]), self._event
+        values = [
+            self._summary.Summary.Value(tag=f"{prefix}/{name}", simple_value=float(value))
+            for name, value in fields.items()
+            if name not in NOT_SCALARS and value is not None and not isinstance(value, str | bool)
+        ]
+        self._write(int(fields["step"]), self._summary.Summary(value=values))
+
+    def write_images(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Each PNG under its name."""
+        image = lambda png: self._summary.Summary.Image(encoded_image_string=png)
+        values = [self._summary.Summary.Value(tag=name, image=image(png)) for name, png in pictures.items()]
+        self._write(step, self._summary.Summary(value=values))
+
+    def write_settings(self, settings: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+        """For the table of hyperparameters: what was set, beside the loss and the accuracy of each evaluation."""
+        from tensorboardX.summary import hparams
+
+        splits = {name: fields for name, fields in summary.items() if name in SPLITS}
+        metrics = {f"{split}/{name}": fields[name] for split, fields in splits.items() for name in ("loss", "accuracy")}
+        texts = {name: "" if value is None else value for name, value in settings.items()}
+        for part in hparams(texts, metrics):
+            self._write(int(summary["step"]), part)
+
+    def _write(self, step: int, summary: Any) -> None:
+        event = self._event
         if self._writer is None:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._writer = self._open(str(self._directory / "events"))
             # From here on a resumed run replaces what was recorded before.
             start = event.SessionLog(status=event.SessionLog.START)
             self._writer.write_event(event.Event(step=step, wall_time=time.time(), session_log=start))
-        values = [
-            self._summary.Summary.Value(tag=f"{prefix}/{name}", simple_value=float(value))
-            for name, value in fields.items()
-            if name not in NOT_SCALARS and value is not None and not isinstance(value, str | bool)
-        ]
-        summary = self._summary.Summary(value=values)
         self._writer.write_event(event.Event(step=step, wall_time=time.time(), summary=summary))
         self._writer.flush()
 

@@ -33,5 +33,6 @@ class MeasuringSettings:
         applies={"input": ("data",)}, unset="num_workers alone")
     peer: str = _bench("none", "time the same in PyTorch beside each row: the attention model, or the data set",
         choices=("none", "torch"), applies=({**TAKES_STEPS, **_ATTENTION}, {"input": ("data",), "dataset": FOLDERS}))
-    output: str | None = _bench(None, "folder for bench.json and bench.md", unset="checkpoint_dir/TIME_bench_ARCH_CSSM")
+    output: str | None = _bench(None, "of bench: folder for bench.json and bench.md; of compare: HTML page to write",
+        verbs=("bench", "compare"), unset="checkpoint_dir/TIME_bench_ARCH_CSSM; no page")
     # fmt: on
