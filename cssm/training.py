@@ -48,6 +48,7 @@ def _train_here(run: Run, devices: list[jax.Device], meter: Meter, json_stream: 
         "headless_stream": json_stream,
         "quiet": run.config.quiet,
         "tensorboard": run.config.tensorboard,
+        "wandb": run.config.wandb,
         "primary": first_process,
     }
     try:

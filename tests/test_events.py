@@ -180,21 +180,3 @@ def test_tensorboard_without_its_library_is_refused_before_anything_is_written(t
     with pytest.raises(UserError, match=r"--tensorboard needs .*pip install tensorboardX"):
         EventLog(tmp_path / "run", tensorboard=True)
     assert not (tmp_path / "run").exists()
-
-
-def test_tensorboard_gets_images_and_hyperparameters(tmp_path):
-    """As its plugin reads them: the settings of the run, beside what each split reached."""
-    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
-
-    out = EventLog(tmp_path, tensorboard=True)
-    out.write("config", {"config": {"lr": 1e-3, "cssm": "gated", "gpus": None}})
-    out.show(3, {"test/confusion": b"png"})
-    out.write("summary", {"step": 3, "test": {"loss": 0.5, "accuracy": 0.75, "count": 4}, "wall_s": 1.0})
-    out.close()
-    values = {value.tag: value for event in tensorboard_events(tmp_path / "logs") for value in event.summary.value}
-    assert values["test/confusion"].image.encoded_image_string == b"png"
-    content = lambda tag: HParamsPluginData.FromString(values[tag].metadata.plugin_data.content)
-    settings = content("_hparams_/session_start_info").session_start_info.hparams
-    assert (settings["lr"].number_value, settings["cssm"].string_value) == (1e-3, "gated")
-    names = [info.name.tag for info in content("_hparams_/experiment").experiment.metric_infos]
-    assert names == ["test/loss", "test/accuracy"]

@@ -42,6 +42,7 @@ class Reporter:
         headless_stream: IO[str] | None = None,
         quiet: bool = False,
         tensorboard: bool = False,
+        wandb: bool = False,
         primary: bool = True,
     ):
         self.run_dir = Path(run_dir) if run_dir is not None and primary else None
@@ -54,7 +55,7 @@ class Reporter:
         self._live = None
         if animated and self._chatty:
             self._live = Live(console=self._console, get_renderable=self._view, refresh_per_second=8, transient=True)
-        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
+        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard, wandb)
 
     def __enter__(self) -> Self:
         if self._events.cut_bytes:
@@ -64,7 +65,7 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live:
             self._live.stop()
-        self._events.close()
+        self._events.close(failed=kind is not None)
 
     def line(self, text: str) -> None:
         """The text alone on its line: no decoration, and no wrapping but the terminal's own."""
