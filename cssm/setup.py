@@ -13,7 +13,7 @@ import optax
 from cssm import data, fused, models
 from cssm.augment import check_pairs, unaugmented
 from cssm.config import Config, UserError, applicable, warnings_for
-from cssm.data.pipeline import Outline, Source, steps_per_epoch
+from cssm.data.pipeline import Outline, Some, Source, steps_per_epoch
 from cssm.flops import UncountedError, count_flops, flops_of
 from cssm.jaxprs import trace
 from cssm.liveness import peak_bytes, size_bytes
@@ -124,7 +124,11 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
     sizes = (config.batch_size, config.global_batch_size, config.grad_accum)
     batching = par.resolve_batch(len(devices), *sizes, default_batch_size=config.batch_size or 1)
     check_pairs(config, batching.batch_size)
-    epoch_steps = steps_per_epoch(outline.examples["train"], batching.effective)
+    few = (config.overfit_batches or 0) * batching.effective
+    epoch_steps = config.overfit_batches or steps_per_epoch(outline.examples["train"], batching.effective)
+    if few:
+        _check_few(config, few, outline.examples["train"])
+        report.line(f"note: --overfit_batches: trained and evaluated on {few:,} examples of the training set alone")
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)
     schedule, note = _schedule(config, batching, epoch_steps, total_steps)
@@ -137,7 +141,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         devices=devices,
         batching=batching,
         outline=outline,
-        sources={split: load_split(config, split, report) for split in outline.examples} if load else {},
+        sources=_sources(config, outline, few, report) if load else {},
         model=models.build(config, num_classes, bn_axis=bn_axis),
         step_model=models.build(config, num_classes, wrapper(config, strategy), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
@@ -166,12 +170,16 @@ def _too_large(setup: Setup) -> str | None:
     return f"the step would need about {need / 2**30:.0f} GiB on each device, of {limit / 2**30:.0f}"
 
 
+def with_schedule(setup: Setup, schedule: optax.Schedule) -> Setup:
+    """The same run with another course of the learning rate."""
+    return replace(setup, schedule=schedule, tx=make_optimizer(setup.config, schedule))
+
+
 def with_lr(setup: Setup, lr: float) -> Setup:
     """The same run with another peak learning rate."""
     config = replace(setup.config, lr=lr)
     schedule, _ = _schedule(config, setup.batching, setup.epoch_steps, setup.total_steps)
-    run = replace(setup.run, config=config)
-    return replace(setup, run=run, schedule=schedule, tx=make_optimizer(config, schedule))
+    return with_schedule(replace(setup, run=replace(setup.run, config=config)), schedule)
 
 
 def check_collectives(setup: Setup, shapes: TrainState) -> None:
@@ -241,6 +249,20 @@ def _flops(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         return {"flops_per_image": count_flops(lambda v, x: setup.model.apply(v, x), variables, image)}
     except UncountedError as error:
         return {"flops_per_image": None, "flops_uncounted": str(error)}
+
+
+def _check_few(config: Config, few: int, examples: int) -> None:
+    if few > examples:
+        n = config.overfit_batches or 1
+        most = f"at most {examples * n // few}" if examples * n >= few else "a smaller batch"
+        raise UserError(f"--overfit_batches {n} are {few} examples, the training set has {examples}: type {most}")
+
+
+def _sources(config: Config, outline: Outline, few: int, report: Reporter) -> dict[str, Source]:
+    """All splits; where only a few examples are to be learnt, these in the place of each."""
+    if not few:
+        return {split: load_split(config, split, report) for split in outline.examples}
+    return dict.fromkeys(outline.examples, Some(load_split(config, "train", report), few, config.seed))
 
 
 def load_split(config: Config, split: str, report: Reporter) -> Source:

@@ -41,7 +41,7 @@ def header(path):
 
 
 def test_there_are_recipes_and_ways_to_launch_and_nothing_else():
-    assert {*RECIPES, ROOT / "configs" / "launch"} == set(ROOT.glob("configs/*"))
+    assert {*RECIPES, ROOT / "configs" / "launch", ROOT / "configs" / "sweep"} == set(ROOT.glob("configs/*"))
     names = "compare_cells.sh jobset.yaml run_all.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
     assert [path.name for path in LAUNCH] == names.split()
     assert {"nano", "large", "gpus2", "gpus4", "gpus8", *SHORT} <= {path.stem for path in RECIPES}

@@ -111,7 +111,8 @@ class Reporter:
             self.line(text[:width] if text == RULE else text)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record one event: config | step | eval | checkpoint | rollback | summary | devices | bench | error.
+        """Record one event: config | step | eval | checkpoint | rollback | summary | devices | bench |
+        find_lr | error.
 
         step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms; nonfinite
             where steps were left out, and once, where it waits much for data, a note.

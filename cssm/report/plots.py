@@ -36,6 +36,19 @@ def curves_of(events: Sequence[dict[str, Any]], metric: str) -> dict[str, Points
     return {"train": _points(events, metric, "step", None), **splits}
 
 
+def draw_range(rates: Sequence[float], losses: Sequence[float], means: Sequence[float], suggested: float) -> Figure:
+    """The losses of a learning-rate range test over the rates, and their running mean, with the suggestion."""
+    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color=COLOURS["train"], alpha=0.3, linewidth=1)
+    axes.plot(rates, means, color=COLOURS["train"], linewidth=2, label="loss (running mean)")
+    axes.axvline(suggested, color=COLOURS["val"], linestyle="--", label=f"suggestion {suggested:g}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(0.9 * min(means), 1.2 * means[0]))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """The figure as an SVG element for a page: its black is the page's colour of text, its ground is the page's, and it
     refers to nothing outside. A page may set --train, --val and --test to colours of its own.

@@ -4,6 +4,7 @@ import io
 import os
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class WandB:
 
     def __init__(self, run_dir: Path):
         try:
-            import wandb
+            wandb = import_module("wandb")
         except ModuleNotFoundError as error:
             raise UserError("--wandb needs the package wandb: type pip install wandb, or leave it out") from error
         self._wandb, id_file = wandb, run_dir / self.ID

@@ -58,6 +58,11 @@ class OptimisationSettings:
         bounds="[1,)", unset="batch_size x devices x grad_accum")
     find_batch_size: bool = _train(False, "find the batch_size: the largest power of two with which a step fits the "
         "memory of the devices", resume="fresh", saved=False)
+    find_lr: bool = _train(False, "try rising learning rates for 120 steps, draw the loss, suggest an lr, and stop "
+        "before training", resume="fresh", saved=False)
+    overfit_batches: int | None = _train(None, "train on so many batches of the training set, the same ones in each "
+        "epoch, and evaluate on them too: a model that cannot learn these by heart has a fault", bounds="[1,)",
+        resume="fixed", unset="all")
     grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
         aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
     seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed")
