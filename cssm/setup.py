@@ -15,9 +15,11 @@ from cssm.augment import check_pairs, unaugmented
 from cssm.config import Config, UserError, applicable, warnings_for
 from cssm.data.pipeline import Outline, Some, Source, steps_per_epoch
 from cssm.flops import UncountedError, count_flops, flops_of
+from cssm.initial import Initial, read_initial
 from cssm.jaxprs import trace
 from cssm.liveness import peak_bytes, size_bytes
 from cssm.optimizers import make_optimizer, make_schedule
+from cssm.parts import check_frozen
 from cssm.recipes import scaled_lr
 from cssm.report import Reporter
 from cssm.runs import Run
@@ -26,7 +28,7 @@ from cssm.step import TrainState, init_state, make_backward
 from parallel import devices as par
 from parallel import job
 from parallel.selftest import collective_self_test
-from parallel.sharded import ShardedParams, gather, make_strategy
+from parallel.sharded import ShardedParams, gather, make_strategy, whole_shapes
 from parallel.sync import Replicated
 
 WARMUP_SHARE = 0.05
@@ -54,6 +56,7 @@ class Setup:
     strategy: Replicated
     epoch_steps: int
     total_steps: int
+    initial: Initial | None = None
 
     @property
     def config(self) -> Config:
@@ -150,10 +153,24 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         epoch_steps=epoch_steps,
         total_steps=total_steps,
     )
+    setup = _with_parts(setup, report, load or config.dry_run)
     if config.remat is None and (why := job.share("remat", lambda: _too_large(setup))):
         report.line(f"note: {why}, so that activations are computed again in the backward pass (--no_remat to try)")
         again = wrapper(replace(config, remat=True), strategy)
         setup = replace(setup, step_model=models.build(config, num_classes, again, bn_axis=bn_axis))
+    return setup
+
+
+def _with_parts(setup: Setup, report: Reporter, begins: bool) -> Setup:
+    """With what --init_from gives a run that begins; says that, and what --freeze holds."""
+    config, shapes = setup.config, whole_shapes(setup.layout())
+    if config.freeze:
+        report.line(f"note: {check_frozen(shapes.params, config.freeze)}")
+    if config.init_from and begins and not setup.run.resumed:
+        initial = read_initial(config.init_from, {"params": shapes.params, "batch_stats": shapes.batch_stats})
+        for text in initial.report:
+            report.line(f"note: {text}")
+        setup = replace(setup, initial=initial)
     return setup
 
 

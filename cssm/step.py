@@ -18,6 +18,7 @@ from flax import struct
 from cssm.augment import make_augment, mixed_with
 from cssm.config import Config
 from cssm.models import in_block
+from cssm.parts import frozen
 from parallel.devices import AXIS, sum_over_devices, unreplicate
 from parallel.sync import Replicated
 
@@ -139,6 +140,9 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
     """
 
     def loss_fn(params, batch_stats, micro, key):
+        if config.freeze:  # so that they take no part in the gradient's norm, and cost no backward pass
+            fixed = frozen(params, config.freeze)
+            params = jax.tree.map(lambda x, is_fixed: jax.lax.stop_gradient(x) if is_fixed else x, params, fixed)
         logits, updates = model.apply(
             {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats},
             normalise(micro["image"], config.pixel_statistics),

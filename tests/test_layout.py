@@ -44,12 +44,14 @@ MAY_IMPORT = {
     "compare": "config markdown report waiting",
     "waiting": "knobs settings",
     "advice": "",
-    "step": "augment config models parallel",
+    "step": "augment config models parts parallel",
     "augment": "config rand_augment",
     "rand_augment": "",
-    "optimizers": "config",
-    "setup": "cssm augment config fused recipes data report runs optimizers step models flops jaxprs liveness size "
-    "parallel",
+    "optimizers": "config parts",
+    "parts": "config stages",
+    "initial": "checkpoint config runs",
+    "setup": "cssm augment config fused initial parts recipes data report runs optimizers step models flops jaxprs "
+    "liveness size parallel",
     "dry_run": "config checkpoint report setup parallel",
     "size": "config data models recipes stages",
     "meter": "",

@@ -272,6 +272,21 @@ def test_ema_and_batch_statistics_follow_the_steps():
     assert np.isfinite(stats["mean"]).all() and (stats["mean"] != 0).all()
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_is_frozen_keeps_its_bits_and_has_no_part_in_the_norm(num_devices):
+    config = dataclasses.replace(SIMPLE, freeze="cell_0/*,stem/*", weight_decay=0.1, momentum=0.0)
+    (after, *_), sums = run_steps(config, num_devices, steps=1)
+    before, moved = fresh_state(config).params, []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(before):
+        step = functools.reduce(lambda node, key: node[key.key], path, after.params) - leaf
+        assert np.any(step) or path[0].key in ("cell_0", "stem", "readout_norm", "norm_post")
+        assert not (np.any(step) and path[0].key in ("cell_0", "stem"))
+        decay = 0.1 * leaf if path[-1].key == "kernel" and np.any(step) else 0.0
+        moved.append(step / -config.lr - decay)
+    norm = np.sqrt(sum(np.sum(np.abs(step) ** 2) for step in moved))
+    np.testing.assert_allclose(float(sums[3]), norm, rtol=1e-3)
+
+
 def test_label_smoothing_is_cross_entropy_with_softened_targets():
     logits = jnp.asarray([[2.0, 0.0, -1.0]])
     log_p = jax.nn.log_softmax(logits)[0]

@@ -50,6 +50,12 @@ class OptimisationSettings:
         applies=_rule("beta2"), unset="0.999, lion 0.99")
     label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)",
         aliases=("smoothing",))
+    layer_decay: float = _train(1.0, "what the learning rate is multiplied with from each layer to the one before it, "
+        "such as 0.75 in fine-tuning: the head has lr, the stem least", bounds="(0,1]", resume="fixed")
+    freeze: str | None = _train(None, "parameters that stay as they are: patterns of their paths, such as "
+        "'stem/*,block_0/*', or '*,!head/*' for all but the head", resume="fixed", unset="none")
+    init_from: str | None = _train(None, "parameters to begin with, where they fit: a run, one of its checkpoints, or "
+        "an exported folder", resume="fixed", unset="fresh ones")
     ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
         bounds="[0,1)", resume="fixed")
     batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
