@@ -2,6 +2,7 @@
 #   make train ARGS="--arch vit"      train on every visible device
 #   make test | slow | lint           the fast tests (minutes) | the slow ones | ruff and pyright
 #   make browser                      the pages, opened in headless Chromium
+#   make reference                    write docs/reference.md, the table of all flags, anew
 #   make soak                         200 random kills of one run, and 15 minutes of memory: most of an hour
 #   make audit                        look for known vulnerabilities in everything that requirements/*.txt pin
 #   make lock                         resolve requirements/*.txt anew from pyproject.toml
@@ -18,11 +19,11 @@ VERSION := $(shell $(PYTHON) -c '$(MINOR)')
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/\..*//p')
 RUNTIME := $(shell [ "$(DRIVER)" -ge 580 ] 2>/dev/null && echo gpu || { [ "$(DRIVER)" -ge 525 ] 2>/dev/null && echo cuda12 || echo runtime; })
 
-.PHONY: help train test slow browser soak audit lint lock wheel
+.PHONY: help train test slow browser reference soak audit lint lock wheel
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,9s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 train: $(VENV)/.$(RUNTIME)-$(VERSION)
 	$(RUN) main.py $(ARGS)
@@ -35,6 +36,9 @@ slow: $(VENV)/.dev-$(VERSION)
 
 browser: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m browser $(ARGS)
+
+reference: $(VENV)/.dev-$(VERSION)
+	$(RUN) -m cssm.reference >docs/reference.md
 
 KILLS ?= 200
 MINUTES ?= 15

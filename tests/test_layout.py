@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "jaxprs": "",
     "data": "config lock",
     "config": "cssm knobs flags recipes rules settings",
+    "reference": "config flags knobs settings",
     "settings": "knobs recipes",
     "flags": "knobs settings",
     "rules": "knobs recipes settings stages",
@@ -86,6 +87,7 @@ MAY_IMPORT = {
 TOP_LEVEL = {
     ".ci",
     ".gitignore",
+    "CITATION.cff",
     "LICENSE",
     "Makefile",
     "README.md",
@@ -97,7 +99,20 @@ TOP_LEVEL = {
 }
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"resume", "compare", "prepare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data"}
+NO_JAX = {
+    "resume",
+    "reference",
+    "compare",
+    "prepare",
+    "config",
+    "settings",
+    "flags",
+    "rules",
+    "recipes",
+    "stages",
+    "knobs",
+    "data",
+}
 NO_JAX |= {"cli", "memory", "advice", "apart", "cards", "lock", "markdown", "peer", "waiting", "input_rate"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
