@@ -41,7 +41,7 @@ class Setup:
     """Nothing here changes from step to step. devices: of all processes.
 
     sources: by split; none where nothing but `outline` was asked for. model: the plain one; step_model: the same with
-    its blocks wrapped as the steps need it.
+    its blocks wrapped as the steps need it. initial: parameters to begin with, of a run that begins with given ones.
     """
 
     run: Run

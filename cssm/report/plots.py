@@ -79,8 +79,10 @@ def _points(events: Sequence[dict[str, Any]], metric: str, kind: str, split: str
 
 def draw(metric: str, curves: Mapping[str, Points], title: str = "") -> Figure:
     """All curves that have points in one picture, by step; a single point is a star. Without a title, for a page."""
-    figure = Figure(figsize=(7.5, 4.5) if title else (6, 3.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7.5, 4.5) if title else (6, 3.6), dpi=120, layout="constrained" if title else None)
     axes = figure.add_subplot()
+    if not title:  # a page has many, and a layout that is worked out takes as long as all else
+        figure.subplots_adjust(left=0.14, right=0.98, bottom=0.14, top=0.97)
     for number, (name, points) in enumerate(curves.items()):
         if not points:
             continue

@@ -59,14 +59,13 @@ def run_page(name: str, events: Sequence[dict[str, Any]], ending: str, examined:
 
 def environment() -> dict[str, str]:
     """Names and versions of what a run is computed with."""
-    versions = {name: metadata.version(name) for name in LIBRARIES}
-    return {
-        "cssm": __version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        **versions,
-        "command": " ".join(sys.argv),
-    }
+    found = {"cssm": __version__, "python": platform.python_version(), "system": platform.platform()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # there, but not installed by a package
+            found[name] = "unknown"
+    return {**found, "command": " ".join(sys.argv)}
 
 
 def _curves(events: Sequence[dict[str, Any]]) -> page.Markup:
