@@ -18,6 +18,7 @@ RUN = [page for page in [ROOT / "docs" / "quickstart.md", *HOWTO] if "```bash" i
 ALL = [*sorted(ROOT.glob("docs/*.md")), *HOWTO]
 # What is behind main.py on a line of its own, or in backticks; a part in [brackets] is one that may be left out.
 LINE = re.compile(r"^ *(?:[A-Z_]+=\S+ )*(?:taskset -c 0 )?python main\.py(.*)$", re.MULTILINE)
+SMALL = "--max_train_examples 128 --max_eval_examples 16 --embed_dim 8 --seq_len 2".split()
 # Commands that are no main.py, and the test that runs them.
 ELSEWHERE = {
     "sbatch configs/launch/slurm.sbatch": ("test_configs.py", "configs/launch/slurm.sbatch"),
@@ -77,7 +78,7 @@ def shortened(command):
     elif words[0] not in ("compare", "devices"):
         words += [] if "--gpus" in words else ["--num_devices", "2"]
         words += [] if "--find_lr" in words else ["--max_steps", "3" if "--resume" in words else "2"]
-        words += [] if "--resume" in words else ["--max_train_examples", "128", "--max_eval_examples", "16"]
+        words += [] if "--resume" in words else SMALL
     return [script, *words]
 
 
