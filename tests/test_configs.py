@@ -31,6 +31,7 @@ OF_GPUS = {2: (32, 2e-3, 2), 4: (32, 4e-3, 3), 8: (16, 8e-3, 5)}
 SHORT = {
     "large": "--num_devices 4 --sync_backend auto --dtype bf16 --prefetch 4 --embed_dim 16 --depth 2 --batch_size 2",
     "production": "--num_devices 4 --dtype bf16 --embed_dim 16 --depth 2 --global_batch_size 8",
+    "augmented_digits": "--num_devices 1 --embed_dim 8 --depth 1",
     "pathfinder14_gdn": "--num_devices 1 --embed_dim 8 --batch_size 2",
     **{f"gpus{n}": f"--num_devices {n}" for n in OF_GPUS},
 }

@@ -84,19 +84,7 @@ MAY_IMPORT = {
     "knobs": "",
     "parallel": "",
 }
-TOP_LEVEL = {
-    ".ci",
-    ".gitignore",
-    "CITATION.cff",
-    "LICENSE",
-    "Makefile",
-    "README.md",
-    "configs",
-    "cssm",
-    "docs",
-    "main.py",
-    "parallel",
-}
+TOP_LEVEL = set(".ci .gitignore CITATION.cff LICENSE Makefile README.md configs cssm docs main.py parallel".split())
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 NO_JAX = {
