@@ -1,6 +1,8 @@
 # Every target does its own set-up, once: a virtual environment in $(VENV) with the pinned, hashed requirements.
 #   make train ARGS="--arch vit"      train on every visible device
 #   make test | slow | lint           the fast tests (minutes) | the slow ones | ruff and pyright
+#   make browser                      the pages, opened in headless Chromium
+#   make reference                    write docs/reference.md, the table of all flags, anew
 #   make soak                         200 random kills of one run, and 15 minutes of memory: most of an hour
 #   make audit                        look for known vulnerabilities in everything that requirements/*.txt pin
 #   make lock                         resolve requirements/*.txt anew from pyproject.toml
@@ -17,20 +19,26 @@ VERSION := $(shell $(PYTHON) -c '$(MINOR)')
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/\..*//p')
 RUNTIME := $(shell [ "$(DRIVER)" -ge 580 ] 2>/dev/null && echo gpu || { [ "$(DRIVER)" -ge 525 ] 2>/dev/null && echo cuda12 || echo runtime; })
 
-.PHONY: help train test slow soak audit lint lock wheel
+.PHONY: help train test slow browser reference soak audit lint lock wheel
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 train: $(VENV)/.$(RUNTIME)-$(VERSION)
 	$(RUN) main.py $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
-	$(RUN) -m pytest -q -m "not slow" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -q -m "not slow and not browser" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 slow: $(VENV)/.dev-$(VERSION)
 	$(RUN) -m pytest -q -m slow -n auto --maxprocesses 8 $(ARGS) || [ $$? -eq 5 ]  # 5: no test has the marker
+
+browser: $(VENV)/.dev-$(VERSION)
+	$(RUN) -m pytest -q -m browser $(ARGS)
+
+reference: $(VENV)/.dev-$(VERSION)
+	$(RUN) -m cssm.reference >docs/reference.md
 
 KILLS ?= 200
 MINUTES ?= 15

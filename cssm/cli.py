@@ -80,7 +80,7 @@ def _dispatch(argv: list[str], worker: Worker | None) -> int:
             if parsed.verb == "compare":
                 from cssm.compare import compare
 
-                compare(parsed.paths, stream)
+                compare(parsed.paths, stream, config.output)
                 return 0
             if parsed.verb == "prepare":
                 from cssm.prepare import prepare

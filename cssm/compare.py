@@ -47,6 +47,7 @@ class Record:
     best_val: float | None = None
     test: float | None = None
     notes: list[str] = field(default_factory=list)
+    directory: Path = Path()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,8 +56,9 @@ class Record:
         return found | {"effective_batch": self.facts.get("effective_batch")}
 
 
-def compare(paths: Sequence[str], stream: IO[str] | None = None) -> None:
-    """Print a Markdown table of the runs, in the order given; with a stream, one JSON object a run on it instead.
+def compare(paths: Sequence[str], stream: IO[str] | None = None, output: str | None = None) -> None:
+    """Print a Markdown table of the runs, in the order given; with a stream, one JSON object a run on it instead. With
+    output, write a page there too: the table, and the curves over each other.
 
     A path is a run's directory or a folder of runs. The first run is the one that `ratio` refers to. Raises UserError
     for a path without runs, and for events that cannot be read.
@@ -64,6 +66,8 @@ def compare(paths: Sequence[str], stream: IO[str] | None = None) -> None:
     if not paths:
         raise UserError("compare needs the directories of runs: type compare RUN RUN, or a folder of runs")
     records = [read_run(directory) for path in paths for directory in _directories(Path(path))]
+    if output is not None:
+        _write_page(Path(output), records)
     if stream is not None:
         for record in records:
             conditions = {name: record.facts.get(name) for name in _CONDITIONS}
@@ -72,8 +76,28 @@ def compare(paths: Sequence[str], stream: IO[str] | None = None) -> None:
             stream.write(json.dumps(values) + "\n")
         return
     print(table(records))
-    for note in [*differences(records), *(note for record in records for note in record.notes)]:
+    for note in _notes(records):
         print(f"\nnote: {note}")
+    if output is not None:
+        print(f"\npage: {output}")
+
+
+def _notes(records: "Sequence[Record]") -> list[str]:
+    return [*differences(records), *(note for record in records for note in record.notes)]
+
+
+def _write_page(path: Path, records: "Sequence[Record]") -> None:
+    if path.is_dir() or path.suffix not in (".html", ".htm"):
+        name = path / "compare.html" if path.is_dir() else path.with_suffix(".html")
+        raise UserError(f"--output {path}: must be the name of an HTML file, type --output {name}")
+    from cssm.report import read_events
+    from cssm.report.comparison import comparison_page
+
+    curves = {
+        name: read_events(record.directory / EVENTS) for name, record in zip(labels(records), records, strict=True)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(comparison_page(_rows(records), curves, _notes(records)), encoding="utf-8")
 
 
 def read_run(directory: Path) -> Record:
@@ -97,6 +121,7 @@ def read_run(directory: Path) -> Record:
         best_val=max(vals, default=None),
         test=tests[-1] if tests else None,
         notes=notes,
+        directory=directory,
     )
 
 
@@ -122,12 +147,16 @@ def _accuracies(events: Sequence[dict[str, Any]], split: str) -> list[float]:
 
 def table(records: Sequence[Record]) -> str:
     """In Markdown, padded so that it reads well as it is; a dash where a run does not tell."""
+    return markdown.table(_rows(records))
+
+
+def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     rows = [("run", *(heading for heading, _ in COLUMNS.values()))]
     for name, record in zip(labels(records), records, strict=True):
         values = _values(record, records[0])
         shown = ("-" if values[key] is None else form.format(values[key]) for key, (_, form) in COLUMNS.items())
         rows.append((name, *shown))
-    return markdown.table(rows)
+    return rows
 
 
 def labels(records: Sequence[Record]) -> list[str]:

@@ -15,6 +15,7 @@ from cssm.meter import Meter
 from cssm.setup import Setup
 from cssm.step import Sums, TrainState, make_backward, make_finish
 from parallel import devices as par
+from parallel import sharded
 
 # How many steps the host may be ahead of the devices: enough to hide dispatch, little enough to stop promptly.
 STEPS_AHEAD = 4
@@ -42,9 +43,14 @@ class Engine:
         self._in_flight: deque[jax.Array] = deque()
 
     def initialise(self) -> None:
-        """A fresh state. Each device makes its own part: nowhere need the whole state fit."""
+        """A fresh state. Each device makes its own part: nowhere need the whole state fit, unless parameters are given
+        (--init_from).
+        """
         with self.meter.span("compile"):
             self.state = par.spmd(self.setup.initial_state, self.setup.devices)(par.device_indices(self.setup.devices))
+            if self.setup.initial is not None:
+                whole = self.setup.initial.put(sharded.fetch(self.state, self.setup.devices))
+                self.state = sharded.place(whole, self.setup.layout, self.setup.devices)
 
     def batches(self, first: int, last: int) -> Generator[Batch]:
         """Of the training data, for steps first..last, some of them ahead on the devices; close it to end threads."""

@@ -225,6 +225,12 @@ def _condition(name: str, values: tuple[str, ...], knobs: Knobs) -> str:
     return f"any --{name} but {' or '.join(others)}" if few else f"--{name} {' or '.join(values)}"
 
 
+def condition_text(knob: Knob, knobs: Knobs) -> str:
+    """`with --arch vit and ..., or ...`; empty for a setting that always applies."""
+    ways = [" and ".join(_condition(*pair, knobs) for pair in way.items()) for way in conditions(knob, knobs)]
+    return f"with {', or '.join(ways)}" if ways else ""
+
+
 def _help_entry(knob: Knob, knobs: Knobs) -> list[str]:
     metavar = {bool: "", int: " N", float: " X", str: " TEXT"}[knob.type]
     default = knob.unset if knob.default is None else str(knob.default).replace("False", "off").replace("True", "on")
@@ -232,8 +238,7 @@ def _help_entry(knob: Knob, knobs: Knobs) -> list[str]:
     if knob.default is True:
         notes.append(f"off as --no_{knob.name}")
     if knob.applies:
-        ways = [" and ".join(_condition(*pair, knobs) for pair in way.items()) for way in conditions(knob, knobs)]
-        notes.append("with " + ", or ".join(ways))
+        notes.append(condition_text(knob, knobs))
     if knob.aliases:
         notes.append("also " + ", ".join(f"--{alias}" for alias in knob.aliases))
     choices = f": {', '.join(knob.choices)}" if knob.choices else ""

@@ -163,7 +163,7 @@ def _packed(gates: Tree) -> list[Packed]:
     return [gate for gate in jax.tree.leaves(gates, is_leaf=is_packed) if isinstance(gate, Packed)]
 
 
-def _gathered(gate: jax.Array | Packed, parts: jax.Array | Packed) -> jax.Array | Packed:
+def _gathered(gate: jax.Array | Packed, parts: Any) -> jax.Array | Packed:
     """The sum of a gate's parts over copies and over the axes that it is shared by."""
     if isinstance(gate, Packed):
         return jax.tree.map(lambda part, array: _sum(part, (0,), array), parts, gate)

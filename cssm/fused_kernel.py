@@ -30,8 +30,8 @@ class Operands(NamedTuple):
 class Plan:
     """Sizes of a scan, and how it is cut. planes: 2, or 1 of real numbers. parts: of the batch, going backward.
 
-    shown: steps that have an input of their own; the last one is shown to those after them. copies: recurrences side by
-    side. rows, block: frequencies and channels of a program, which takes one copy.
+    shown: steps that have an input of their own; those after them see the last one. copies: recurrences side by side.
+    rows, block: frequencies and channels of a program, which takes one copy.
     """
 
     batch: int
@@ -93,8 +93,8 @@ class Plan:
     def zero(self) -> jax.Array:
         return jnp.zeros(self.shape, self.carry)
 
-    def zeros(self) -> States:
-        return tuple(Spectrum(self.zero(), self.zero()) for _ in range(self.num_states))
+    def zeros(self, count: int) -> States:
+        return tuple(Spectrum(self.zero(), self.zero()) for _ in range(count))
 
     def part_of(self, gate: jax.Array | Packed) -> jax.ShapeDtypeStruct | Packed:
         """What the programs leave as a gate's gradient, to be summed over what they share: see `fused._gathered`."""
@@ -213,8 +213,7 @@ class Place:
             elif channels > 1:
                 plt.store(d_ref.at[*here, f, self._channels()], value, mask=self.channels)
             elif frequencies > 1 and plan.rows > 1:
-                there = self.frequencies < frequencies
-                plt.store(d_ref.at[*here, f, self.c], value.reshape(plan.rows), mask=there)
+                plt.store(d_ref.at[*here, f, self.c], value.reshape(-1), mask=self.frequencies < frequencies)
             else:
                 plt.store(d_ref.at[*here, f, self.c], value)
 
@@ -268,7 +267,7 @@ def forward_kernel(work: Work, keep: bool) -> Callable:
 
             return h
 
-        h = _repeat(plan.segments, body, plan.zeros())
+        h = _repeat(plan.segments, body, plan.zeros(plan.num_states))
         left = plan.time % plan.segment
         h = segment(h, place.zero + plan.time - left, left)
         if plan.last_only:
@@ -304,7 +303,7 @@ def backward_kernel(work: Work) -> Callable:
 
             def segment(carry, first, length, number):
                 dh, d_constants, d_last = carry
-                h = plan.zeros()
+                h = plan.zeros(plan.num_states)
                 if plan.starts:
                     before = jnp.maximum(number - 1, 0)
                     h = place.unpack(kept_ref, before, plan.num_states, where=number > 0)
@@ -326,14 +325,13 @@ def backward_kernel(work: Work) -> Callable:
                     place.pack(d_refs.inputs, du, place.shown(t), where)
                 return dh, d_constants, d_last
 
-            dh = plan.zeros()
+            dh = plan.zeros(plan.num_states)
             if plan.last_only:
                 h = place.unpack(kept_ref, place.zero + plan.starts, plan.num_states)
                 d_out = place.unpack(d_out_ref, place.zero, plan.num_read)
                 dh, dr = jax.vjp(work.read, h, place.gates(refs.read_gates, place.zero))[1](d_out)
                 place.write_gates(d_refs.read_gates, dr, refs.read_gates, place.zero)
-            nothing = tuple(Spectrum(plan.zero(), plan.zero()) for _ in range(plan.num_inputs))
-            carry = (dh, d_constants, nothing if plan.shown < plan.time else None)
+            carry = (dh, d_constants, plan.zeros(plan.num_inputs) if plan.shown < plan.time else None)
             left = plan.time % plan.segment
             if left:
                 carry = segment(carry, place.zero + plan.time - left, left, place.zero + plan.segments)

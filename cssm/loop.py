@@ -15,15 +15,16 @@ import numpy as np
 
 from cssm.checkpoint import Checkpoints
 from cssm.config import UserError, applicable, write_yaml
-from cssm.data.pipeline import eval_batches
 from cssm.engine import STEPS_AHEAD, Engine
+from cssm.evaluation import Answers, Evaluation
 from cssm.meter import Meter
 from cssm.nonfinite import IN_A_ROW, NON_FINITE, NonFiniteError, batch_ids, find_origin, sentence, ways_out
 from cssm.report import Reporter
+from cssm.report.terminal import clock
 from cssm.resume import resume_record
 from cssm.setup import Setup, check_collectives, data_record, describe, with_lr
 from cssm.signals import StopSignals, stopped
-from cssm.step import Totals, TrainState, make_eval_step
+from cssm.step import Totals, TrainState
 from cssm.tracing import Trace
 from cssm.waiting import Waiting, advice, waited
 from cssm.watchdog import STALLED, Watchdog
@@ -40,16 +41,17 @@ class Loop:
         self.setup, self.config = setup, setup.config
         self.report, self.checkpoints, self.stop, self.meter = report, checkpoints, stop, meter
         self.engine, self.waiting = Engine(setup, meter), Waiting()
-        self.eval_step = par.spmd(make_eval_step(setup.step_model, setup.strategy, self.config), setup.devices)
         self.highest = par.spmd(lambda number: jax.lax.pmax(number, par.AXIS), setup.devices)
         self.asked: jax.Array | None = None
         self.step = 0
         self.saved_step = -1
         self.best: dict[str, Any] = {}
         self.last: dict[str, dict[str, Any]] = {}
+        self.answers: Answers | None = None
         self.time_to_first_step_s: float | None = None
         self.skipped = self.skipped_in_a_row = self.rollbacks = 0
         self.watchdog = Watchdog(self.config.stall_timeout, self._awaited, self._tell_error)
+        self.evaluation = Evaluation(self.engine, self.watchdog.beat)
 
     def start(self) -> None:
         """The state before the first step: fresh, or as the newest intact checkpoint holds it; and the banner."""
@@ -121,7 +123,9 @@ class Loop:
                     self._log_rest()
                     self._save()
                     self._wait_for_checkpoints()
-                    raise stopped(signal_number, self.step, self.setup.run.directory)
+                    end = stopped(signal_number, self.step, self.setup.run.directory)
+                    self._leave(str(end))
+                    raise end
 
     def _roll_back(self, totals: Totals) -> None:
         """After steps that were not finite: end the run, or go back to the last checkpoint with a smaller lr."""
@@ -137,6 +141,7 @@ class Loop:
             )
             message = f"{said}; {saved}; {ways_out(self.setup)}"
             self.report.event("error", step=bad, message=message, **fields)
+            self._leave(f"ended in an error: {message}")
             raise UserError(message, NON_FINITE)
         self.rollbacks += 1
         assert config.lr is not None
@@ -156,7 +161,7 @@ class Loop:
         )
 
     def finish(self) -> dict[str, Any]:
-        """The test split, the summary, the curves."""
+        """The test split, the summary, the page."""
         self._evaluate("test")
         self._wait_for_checkpoints()
         wall_s = time.monotonic() - self.meter.started
@@ -179,8 +184,14 @@ class Loop:
         if in_use := memory["in_use"]:
             summary |= {"peak_bytes_per_device": max(memory["peak"]), "memory_spread": 1 - min(in_use) / max(in_use)}
         self.report.event("summary", **summary)
-        self.report.plots()
+        self._leave(f"finished after {self.step:,} steps in {clock(wall_s)}")
         return summary
+
+    def _leave(self, ending: str) -> None:
+        """What people look at, with what was answered in the last evaluation."""
+        last, outline = self.answers, self.setup.outline
+        examined = last.examine(self.setup.sources[last.split], outline.classes) if last else None
+        self.report.leave(ending, examined)
 
     def _first_step(self, batch: dict[str, jax.Array]) -> None:
         with self.report.compiling("compiling the training step"):
@@ -289,22 +300,13 @@ class Loop:
         self._checked_window()  # what follows from a step that is not finite is not evaluated, and cannot be the best
         state = self.engine.state
         params = state.ema_params if self.config.ema_decay else state.params
-        batch_size = self.setup.batching.batch_size * self.setup.batching.devices
-        own_size = batch_size // jax.process_count()
-        workers, sums = self.config.num_workers or 0, self.engine.no_sums
         with self.report.busy(f"evaluating {split}"), self.meter.span("evaluate"):
-            ragged = eval_batches(self.setup.sources[split], batch_size, workers=workers, **self.engine.own_share)
-            padded = (par.pad_and_mask(batch, own_size) for batch in ragged)
-            with closing(par.prefetch_to_device(padded, self.setup.devices, self.config.prefetch)) as batches:
-                for batch in batches:
-                    sums = self.eval_step(params, state.batch_stats, sums, batch)
-                    self.watchdog.beat()
-            totals = Totals.of(sums, self.setup.devices)
+            totals, answers = self.evaluation.run(split, params, state.batch_stats, self.step)
         result = {"step": self.step, **totals.means, "count": totals.count}
         best = split == "val" and result["accuracy"] >= self.best.get("accuracy", -1.0)
         if best:
             self.best = result
-        self.last[split] = result
+        self.last[split], self.answers = result, answers
         self.report.event("eval", split=split, **result, **({"best": True} if best else {}))
 
     def _save(self) -> None:

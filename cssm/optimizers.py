@@ -12,6 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from cssm.config import Config
+from cssm.parts import frozen, layer_scales
 
 Tree = Any
 
@@ -44,13 +45,29 @@ def make_optimizer(config: Config, schedule: optax.Schedule) -> optax.GradientTr
     """The rule of --optimizer, then decoupled weight decay of the leaves that `decays` names, times the rate.
 
     Of LAMB the decay is a part of the step whose length the trust ratio sets; leaves without decay have no such ratio.
+    With --layer_decay the step of each layer is scaled, decay included. Leaves that --freeze names have no step and no
+    state here.
     """
-    return optax.chain(
+    rule = optax.chain(
         RULES[config.optimizer](config),
         optax.add_decayed_weights(config.weight_decay, mask=decays),
         *([optax.masked(optax.scale_by_trust_ratio(), decays)] if config.optimizer == "lamb" else []),
         optax.scale_by_learning_rate(schedule),
     )
+    if config.freeze:
+        label = {True: "frozen", False: "free"}
+        rule = optax.partition(
+            {"free": rule, "frozen": optax.set_to_zero()},
+            lambda params: jax.tree.map(label.__getitem__, frozen(params, config.freeze)),
+        )
+    return rule if config.layer_decay == 1.0 else optax.chain(rule, _by_layer(config))
+
+
+def _by_layer(config: Config) -> optax.GradientTransformation:
+    def scaled(updates: Tree, params: Tree) -> Tree:
+        return jax.tree.map(lambda u, scale: u * scale, updates, layer_scales(params, config))
+
+    return optax.stateless(scaled)
 
 
 def decays(params: Tree) -> Tree:

@@ -206,6 +206,9 @@ def _check_batches(config: "Config") -> None:
     given = [f"--{name}" if value is True else f"--{name} {value}" for name, value in ways.items() if value]
     if (config.batch_sizes or config.find_batch_size) and len(given) > 1:
         raise UserError(f"{given[0]} and {given[1]} both set the batch: leave one of the two out")
+    for name in ("resume", "dry_run"):
+        if config.find_lr and getattr(config, name):
+            raise UserError(f"--find_lr is a test of a run that begins, without --{name}: leave one of the two out")
     if config.find_batch_size and config.dry_run:
         raise UserError("--find_batch_size takes steps, and --dry_run takes none: leave one of the two out")
 

@@ -179,7 +179,7 @@ def _new_directory(config: Config, root: Path, make: bool) -> Path:
 
 def _name(config: Config) -> str:
     """After the time and the model."""
-    return named_by_time(config.arch, config.cell)
+    return named_by_time("find_lr" if config.find_lr else None, config.arch, config.cell)
 
 
 def named_by_time(*words: str | None) -> str:

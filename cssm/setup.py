@@ -14,11 +14,13 @@ import optax
 from cssm import data, fused, models
 from cssm.augment import check_pairs, unaugmented
 from cssm.config import Config, UserError, applicable, warnings_for
-from cssm.data.pipeline import Outline, Source, steps_per_epoch
+from cssm.data.pipeline import Outline, Some, Source, steps_per_epoch
 from cssm.flops import UncountedError, count_flops, flops_of
+from cssm.initial import Initial, read_initial
 from cssm.jaxprs import trace
 from cssm.liveness import peak_bytes, size_bytes
 from cssm.optimizers import make_optimizer, make_schedule
+from cssm.parts import check_frozen
 from cssm.recipes import scaled_lr
 from cssm.report import Reporter
 from cssm.runs import Run
@@ -27,7 +29,7 @@ from cssm.step import TrainState, init_state, make_backward
 from parallel import devices as par
 from parallel import job
 from parallel.selftest import collective_self_test
-from parallel.sharded import ShardedParams, gather, make_strategy
+from parallel.sharded import ShardedParams, gather, make_strategy, whole_shapes
 from parallel.sync import Replicated
 
 WARMUP_SHARE = 0.05
@@ -42,7 +44,7 @@ class Setup:
     """Nothing here changes from step to step. devices: of all processes.
 
     sources: by split; none where nothing but `outline` was asked for. model: the plain one; step_model: the same with
-    its blocks wrapped as the steps need it.
+    its blocks wrapped as the steps need it. initial: parameters to begin with, of a run that begins with given ones.
     """
 
     run: Run
@@ -57,6 +59,7 @@ class Setup:
     strategy: Replicated
     epoch_steps: int
     total_steps: int
+    initial: Initial | None = None
 
     @property
     def config(self) -> Config:
@@ -128,7 +131,11 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
     sizes = (config.batch_size, config.global_batch_size, config.grad_accum)
     batching = par.resolve_batch(len(devices), *sizes, default_batch_size=config.batch_size or 1)
     check_pairs(config, batching.batch_size)
-    epoch_steps = steps_per_epoch(outline.examples["train"], batching.effective)
+    few = (config.overfit_batches or 0) * batching.effective
+    epoch_steps = config.overfit_batches or steps_per_epoch(outline.examples["train"], batching.effective)
+    if few:
+        _check_few(config, few, outline.examples["train"])
+        report.line(f"note: --overfit_batches: trained and evaluated on {few:,} examples of the training set alone")
     limits = (config.epochs and config.epochs * epoch_steps, config.max_steps)
     total_steps = min(limit for limit in limits if limit)
     schedule, note = _schedule(config, batching, epoch_steps, total_steps)
@@ -141,7 +148,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         devices=devices,
         batching=batching,
         outline=outline,
-        sources={split: load_split(config, split, report) for split in outline.examples} if load else {},
+        sources=_sources(config, outline, few, report) if load else {},
         model=models.build(config, num_classes, bn_axis=bn_axis),
         step_model=models.build(config, num_classes, wrapper(config, strategy), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
@@ -150,10 +157,24 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         epoch_steps=epoch_steps,
         total_steps=total_steps,
     )
+    setup = _with_parts(setup, report, load or config.dry_run)
     if config.remat is None and (why := job.share("remat", lambda: _too_large(setup))):
         report.line(f"note: {why}, so that activations are computed again in the backward pass (--no_remat to try)")
         again = wrapper(replace(config, remat=True), strategy)
         setup = replace(setup, step_model=models.build(config, num_classes, again, bn_axis=bn_axis))
+    return setup
+
+
+def _with_parts(setup: Setup, report: Reporter, begins: bool) -> Setup:
+    """With what --init_from gives a run that begins; says that, and what --freeze holds."""
+    config, shapes = setup.config, whole_shapes(setup.layout)
+    if config.freeze:
+        report.line(f"note: {check_frozen(shapes.params, config.freeze)}")
+    if config.init_from and begins and not setup.run.resumed:
+        initial = read_initial(config.init_from, {"params": shapes.params, "batch_stats": shapes.batch_stats})
+        for text in initial.report:
+            report.line(f"note: {text}")
+        setup = replace(setup, initial=initial)
     return setup
 
 
@@ -185,12 +206,16 @@ def most_bytes(setup: Setup, layout: TrainState) -> int:
     return maps + 8 * _bytes(layout) + (1 + setup.config.prefetch) * positions * shape[-1]
 
 
+def with_schedule(setup: Setup, schedule: optax.Schedule) -> Setup:
+    """The same run with another course of the learning rate."""
+    return replace(setup, schedule=schedule, tx=make_optimizer(setup.config, schedule))
+
+
 def with_lr(setup: Setup, lr: float) -> Setup:
     """The same run with another peak learning rate."""
     config = replace(setup.config, lr=lr)
     schedule, _ = _schedule(config, setup.batching, setup.epoch_steps, setup.total_steps)
-    run = replace(setup.run, config=config)
-    return replace(setup, run=run, schedule=schedule, tx=make_optimizer(config, schedule))
+    return with_schedule(replace(setup, run=replace(setup.run, config=config)), schedule)
 
 
 def check_collectives(setup: Setup, shapes: TrainState) -> None:
@@ -264,6 +289,20 @@ def _flops(setup: Setup, shapes: TrainState) -> dict[str, Any]:
         return {"flops_per_image": count_flops(lambda v, x: setup.model.apply(v, x), variables, image)}
     except UncountedError as error:
         return {"flops_per_image": None, "flops_uncounted": str(error)}
+
+
+def _check_few(config: Config, few: int, examples: int) -> None:
+    if few > examples:
+        n = config.overfit_batches or 1
+        most = f"at most {examples * n // few}" if examples * n >= few else "a smaller batch"
+        raise UserError(f"--overfit_batches {n} are {few} examples, the training set has {examples}: type {most}")
+
+
+def _sources(config: Config, outline: Outline, few: int, report: Reporter) -> dict[str, Source]:
+    """All splits; where only a few examples are to be learnt, these in the place of each."""
+    if not few:
+        return {split: load_split(config, split, report) for split in outline.examples}
+    return dict.fromkeys(outline.examples, Some(load_split(config, "train", report), few, config.seed))
 
 
 def load_split(config: Config, split: str, report: Reporter) -> Source:

@@ -35,9 +35,9 @@ class Spectrum(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["count"])
 @dataclass(frozen=True)
 class Packed:
-    """`count` spectra side by side (see `pack`), which know that they are."""
+    """`count` spectra side by side (see `pack`), which know that they are. array: or its shape."""
 
-    array: jax.Array
+    array: Any
     count: int
 
 

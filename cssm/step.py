@@ -18,6 +18,7 @@ from flax import struct
 from cssm.augment import make_augment, mixed_with
 from cssm.config import Config
 from cssm.models import in_block
+from cssm.parts import frozen
 from parallel.devices import AXIS, sum_over_devices, unreplicate
 from parallel.sync import Replicated
 
@@ -139,6 +140,9 @@ def make_backward(model: nn.Module, strategy: Replicated, config: Config, grad_a
     """
 
     def loss_fn(params, batch_stats, micro, key):
+        if config.freeze:  # so that they take no part in the gradient's norm, and cost no backward pass
+            fixed = frozen(params, config.freeze)
+            params = jax.tree.map(lambda x, is_fixed: jax.lax.stop_gradient(x) if is_fixed else x, params, fixed)
         logits, updates = model.apply(
             {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats},
             normalise(micro["image"], config.pixel_statistics),
@@ -218,12 +222,22 @@ def make_finish(tx: optax.GradientTransformation, strategy: Replicated, config: 
 
 
 def make_eval_step(model: nn.Module, strategy: Replicated, config: Config) -> Callable:
-    """(params, batch_stats, sums, batch) -> sums with this batch's unmasked examples added."""
+    """(params, batch_stats, sums, batch) -> (sums with this batch's unmasked examples added, answers).
 
-    def eval_step(params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
+    answers: of each example, masked or not, {answer int32 [b], confidence float32 [b]}: the class that the model holds
+    most likely, and its probability.
+    """
+
+    def eval_step(
+        params: Tree, batch_stats: Tree, sums: Sums, batch: dict[str, jax.Array]
+    ) -> tuple[Sums, dict[str, jax.Array]]:
         variables = {"params": strategy.whole(params, spared=in_block), "batch_stats": batch_stats}
         logits: Any = model.apply(variables, normalise(batch["image"], config.pixel_statistics), train=False)
-        return sums.counted(*score(logits, batch["label"], batch["mask"], 0.0))
+        answers = {
+            "answer": jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            "confidence": jnp.exp(jnp.max(jax.nn.log_softmax(logits), axis=-1)),
+        }
+        return sums.counted(*score(logits, batch["label"], batch["mask"], 0.0)), answers
 
     return eval_step
 

@@ -13,6 +13,7 @@ from cssm.batch_size import with_found_batch_size
 from cssm.checkpoint import Checkpoints
 from cssm.config import Config, UserError
 from cssm.dry_run import dry_run
+from cssm.find_lr import find_lr
 from cssm.loop import Loop
 from cssm.meter import Meter
 from cssm.report import Reporter
@@ -25,7 +26,8 @@ from parallel import job
 
 
 def train(config: Config, typed: Mapping[str, Any] | None = None, json_stream: IO[str] | None = None) -> dict[str, Any]:
-    """Train as configured on the devices that are there; returns the run's summary, or the facts of a dry run.
+    """Train as configured on the devices that are there; returns the run's summary, or the facts of a dry run or of a
+    test of learning rates.
 
     typed: the settings given by hand (`Parsed.typed`), which win over a resumed run's. json_stream: where --headless
     writes its events. Raises UserError for a mistake or a loss that is not finite (exit code 5), and
@@ -48,17 +50,21 @@ def _train_here(run: Run, devices: list[jax.Device], meter: Meter, json_stream: 
         "headless_stream": json_stream,
         "quiet": run.config.quiet,
         "tensorboard": run.config.tensorboard,
+        "wandb": run.config.wandb,
         "primary": first_process,
     }
     try:
         stop_signals = StopSignals(alone=jax.process_count() == 1, idle=True)
-        with Reporter(None if config.dry_run else run.directory, **options) as report, stop_signals as stop:
+        keeps = not (config.dry_run or config.find_lr)
+        with Reporter(run.directory if keeps else None, **options) as report, stop_signals as stop:
             if run.config.find_batch_size:
                 run = with_found_batch_size(run, devices, report)
             setup = set_up(run, devices, report, load=not config.dry_run)
             check_length(config.profile, setup.total_steps - _step_before(run))
             if config.dry_run:
                 return dry_run(setup, report)
+            if config.find_lr:
+                return find_lr(setup, report, meter)
             with Checkpoints(run.checkpoints, run.config.max_checkpoints, first_process) as checkpoints:
                 loop = Loop(setup, report, checkpoints, stop, meter)
                 with loop.watchdog:

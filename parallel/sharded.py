@@ -36,7 +36,8 @@ class Slice:
 
 
 def _is_slice(node: Any) -> bool:
-    return isinstance(node, Slice)
+    """Not where optax has masked the piece: of an array without a state, no device holds a part."""
+    return isinstance(node, Slice) and not isinstance(node.piece, optax.MaskedNode)
 
 
 def _on_parts(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ SHORT = {
     "large": "--num_devices 4 --sync_backend auto --dtype bf16 --prefetch 4 --embed_dim 16 --depth 2 --batch_size 2",
     "production": "--num_devices 4 --dtype bf16 --embed_dim 16 --depth 2 --global_batch_size 8",
     **{f"pathfinder14_{cell}": "--num_devices 1 --embed_dim 8 --batch_size 2" for cell in ("gdn", "hgru_bi", "gated")},
+    "augmented_digits": "--num_devices 1 --embed_dim 8 --depth 1",
     **{f"gpus{n}": f"--num_devices {n}" for n in OF_GPUS},
 }
 
@@ -41,7 +42,7 @@ def header(path):
 
 
 def test_there_are_recipes_and_ways_to_launch_and_nothing_else():
-    assert {*RECIPES, ROOT / "configs" / "launch"} == set(ROOT.glob("configs/*"))
+    assert {*RECIPES, ROOT / "configs" / "launch", ROOT / "configs" / "sweep"} == set(ROOT.glob("configs/*"))
     names = "compare_cells.sh jobset.yaml run_all.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
     assert [path.name for path in LAUNCH] == names.split()
     assert {"nano", "large", "gpus2", "gpus4", "gpus8", *SHORT} <= {path.stem for path in RECIPES}

@@ -98,7 +98,7 @@ def test_shorthands(flag, expected):
         (["--mixing", "dense"], "leave it out"),
         (["--use_complex32"], "--dtype bf16"),
         (["--use_complex16"], "--dtype bf16"),
-        (["--no_wandb"], "leave it out"),
+        (["--project", "x"], "WANDB_PROJECT"),
         (["--vocab-size", "5"], "vision"),
         (["--tokenizer=x"], "vision"),
         (["--dtype", "f16"], "--dtype bf16"),

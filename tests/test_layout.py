@@ -29,26 +29,30 @@ MAY_IMPORT = {
     "ledger": "cssm config markdown report waiting",
     "markdown": "",
     "cards": "",
-    "training": "batch_size checkpoint config dry_run loop meter report runs setup signals tracing parallel",
-    "loop": "checkpoint config data engine meter nonfinite report resume setup signals step tracing waiting watchdog "
-    "parallel",
+    "training": "batch_size checkpoint config dry_run find_lr loop meter report runs setup signals tracing parallel",
+    "loop": "checkpoint config data engine evaluation meter nonfinite report resume setup signals step tracing "
+    "waiting watchdog parallel",
+    "evaluation": "data engine report step parallel",
     "nonfinite": "augment data rules setup step parallel",
     "watchdog": "",
     "batch_size": "config data engine memory meter report runs setup parallel",
+    "find_lr": "config engine meter recipes report setup step",
     "engine": "data meter setup step parallel",
     "tracing": "config",
     "hardware": "config advice agreement memory report parallel",
     "agreement": "config data report runs setup step parallel",
     "memory": "config rules parallel",
-    "compare": "config markdown waiting",
+    "compare": "config markdown report waiting",
     "waiting": "knobs settings",
     "advice": "",
-    "step": "augment config models parallel",
+    "step": "augment config models parts parallel",
     "augment": "config rand_augment",
     "rand_augment": "",
-    "optimizers": "config",
-    "setup": "cssm augment config fused recipes data report runs optimizers step models flops jaxprs liveness size "
-    "parallel",
+    "optimizers": "config parts",
+    "parts": "config stages",
+    "initial": "checkpoint config inference",
+    "setup": "cssm augment config fused initial parts recipes data report runs optimizers step models flops jaxprs "
+    "liveness size parallel",
     "dry_run": "config checkpoint report setup parallel",
     "size": "config data models recipes stages",
     "meter": "",
@@ -72,6 +76,7 @@ MAY_IMPORT = {
     "jaxprs": "",
     "data": "config lock",
     "config": "cssm knobs flags recipes rules settings",
+    "reference": "config flags knobs settings",
     "settings": "knobs recipes",
     "flags": "knobs settings",
     "rules": "knobs recipes settings stages",
@@ -80,27 +85,15 @@ MAY_IMPORT = {
     "knobs": "",
     "parallel": "",
 }
-TOP_LEVEL = {
-    ".ci",
-    ".gitignore",
-    "LICENSE",
-    "Makefile",
-    "README.md",
-    "configs",
-    "cssm",
-    "docs",
-    "main.py",
-    "parallel",
-}
+TOP_LEVEL = set(".ci .gitignore CITATION.cff LICENSE Makefile README.md configs cssm docs main.py parallel".split())
 TOP_LEVEL |= {"pyproject.toml", "requirements", "tests"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
-NO_JAX = {"resume", "compare", "prepare", "config", "settings", "flags", "rules", "recipes", "stages", "knobs", "data"}
+NO_JAX = set("resume reference compare prepare config settings flags rules recipes stages knobs data".split())
 NO_JAX |= {"cli", "memory", "advice", "apart", "cards", "lock", "markdown", "peer", "waiting", "input_rate"}
 # What the parent of a job needs, which must be small and quick: all that the command line may import of parallel.
 PARENT = {"parallel.choice", "parallel.find", "parallel.job", "parallel.launch", "parallel.places"}
 # Training on generated or bundled images must run where these are not installed.
-OPTIONAL = ["array_record", "flatbuffers", "grain", "ruamel", "safetensors", "tensorboardX", "tensorflow"]
-OPTIONAL += ["tensorflow_datasets", "wandb"]
+OPTIONAL = "array_record flatbuffers grain ruamel safetensors tensorboardX tensorflow tensorflow_datasets wandb".split()
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|mnt|opt|root|tmp|Users|work)/")
 REGISTRY = re.compile(
     r"pypi\.org|pythonhosted\.org|npmjs\.(?:org|com)|conda\.(?:io|org)|--(?:extra-)?index-url", re.IGNORECASE

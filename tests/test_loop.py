@@ -14,7 +14,8 @@ from cssm.runs import LOCK
 from cssm.signals import Stopped
 
 
-def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
+def stop_after_two(monkeypatch):
+    """SIGTERM comes after the second step of every run."""
     after_step = Loop._after_step
 
     def signal_after(self, *args):
@@ -23,6 +24,10 @@ def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Loop, "_after_step", signal_after)
+
+
+def test_a_signal_saves_and_leaves_with_its_code(tmp_path, monkeypatch):
+    stop_after_two(monkeypatch)
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 2") as stopped:
         start(tmp_path, "run", log_every=4)
     assert stopped.value.exit_code == 143

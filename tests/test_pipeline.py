@@ -9,7 +9,7 @@ import pytest
 
 from cssm.config import UserError, resolve
 from cssm.data import load
-from cssm.data.pipeline import First, eval_batches, shuffled, step_indices, steps_per_epoch, train_batches
+from cssm.data.pipeline import First, Some, eval_batches, shuffled, step_indices, steps_per_epoch, train_batches
 
 SIZES = [(1, 1), (7, 7), (20, 3), (64, 16), (100, 33)]
 
@@ -270,3 +270,12 @@ def test_sources_are_told_the_epoch_in_training_only():
     list(train_batches(Watched(10), 4, 1, 2, 5, workers=0))
     list(eval_batches(First(Watched(10), 4), 4, workers=0))
     assert epochs == [0, 1, 1, 2, None]
+
+
+def test_some_examples_are_drawn_from_all_over_and_are_always_the_same_ones():
+    some, again = Some(Numbered(100), 10, seed=1), Some(Numbered(100), 10, seed=1)
+    _, labels = some.gather(np.arange(10))
+    assert len(some) == len(set(labels.tolist())) == 10 and labels.max() > 50
+    np.testing.assert_array_equal(again.gather(np.arange(10))[1], labels)
+    np.testing.assert_array_equal(some.gather(np.array([7, 3]))[1], labels[[7, 3]])
+    assert set(labels.tolist()) != set(Some(Numbered(100), 10, seed=2).gather(np.arange(10))[1].tolist())

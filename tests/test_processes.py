@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--cssm=gated", "--embed_dim=4", "--image_size=8", "--kernel_size=3", "--seq_len=2", "--global_batch_size=8"]
 TINY += ["--max_train_examples=40", "--max_eval_examples=21", "--log_every=1", "--eval_every=10", "--ema_decay=0.9"]
 TINY += ["--schedule=constant", "--warmup_steps=0"]
+KEPT = {"config.yaml", "metrics.jsonl", "metrics.csv", "report.html"}
 STEPS = 60
 TWO = ["--nproc_per_node=2", "--heartbeat_timeout=5"]
 
@@ -95,7 +96,9 @@ def test_only_the_first_process_prints_and_writes(whole):
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, STEPS + 1))
     assert events[0]["processes"] == 2 and events[0]["devices"] == 4
     assert events == read_events(run / "metrics.jsonl")
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "plots"}
+    assert {path.name for path in run.iterdir()} == {*KEPT, "checkpoints", "plots"}
+    tested = next(e for e in events if e["event"] == "eval" and e["split"] == "test")
+    assert f"of {tested['count']} right" in (run / "report.html").read_text(), "the answers of all processes"
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])

@@ -109,7 +109,7 @@ def test_every_command_runs_in_turn(tmp_path):
     for command in COMMANDS:
         argv = shlex.split(command)
         if argv[:1] == ["compare"]:  # the runs that the commands before it made
-            argv[1:] = [str(tmp_path)]
+            argv[1:] = [str(tmp_path), "--output", str(tmp_path / "compare.html")]
         if argv[:1] == ["bench"]:
             argv += ["--devices", "2", "--steps", "2", "--max_train_examples", "128", "--checkpoint_dir", str(tmp_path)]
         if argv[:1] == ["prepare"]:

@@ -1,5 +1,6 @@
 """What a run says, to a terminal, to a pipe, and to a program."""
 
+import csv
 import io
 import json
 import re
@@ -64,7 +65,7 @@ def run(directory, steps=range(1, 4), total=3, **options):
                 pass
             report.event("eval", split="val", step=step, loss=0.25, accuracy=0.975, count=1270, best=True)
         report.event("summary", best={"step": step}, compile_s=1.5, peak_bytes=None)
-        report.plots()
+        report.leave("finished")
 
 
 def test_piped_output_is_plain_lines(tmp_path, capsys):
@@ -90,7 +91,8 @@ def test_piped_output_is_plain_lines(tmp_path, capsys):
         "val   step 3  loss 0.2500  accuracy 0.9750  of 1,270  best",
         "trained 3 steps in 0:00",
     ]
-    assert lines[at + 8 :] == ["=" * 80, "RUN SUMMARY", "=" * 80, "best: step 3", "compile: 1.5 s", "=" * 80]
+    summary = ["=" * 80, "RUN SUMMARY", "=" * 80, "best: step 3", "compile: 1.5 s", "=" * 80]
+    assert lines[at + 8 :] == [*summary, f"report: {tmp_path / 'report.html'}"]
 
 
 def test_headless_output_is_the_record_and_nothing_else(tmp_path, capsys):
@@ -132,6 +134,17 @@ def test_a_resumed_run_is_drawn_whole(tmp_path, capsys):
     taken = [event["step"] for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "step"]
     assert taken == list(range(1, 10))
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "accuracy.png"}
+
+
+def test_steps_and_evaluations_are_a_table_too(tmp_path):
+    run(tmp_path, range(1, 3), total=2)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [(row["event"], row["split"], row["step"], row["loss"], row["count"]) for row in rows] == [
+        ("step", "", "1", "0.5", ""),
+        ("step", "", "2", "0.5", ""),
+        ("eval", "val", "2", "0.25", "1270"),
+    ]
+    assert "schema" not in rows[0] and rows[0]["images_per_s"] == "1000.0"
 
 
 def test_without_matplotlib_a_run_still_ends_well(tmp_path, capsys, monkeypatch):

@@ -165,3 +165,16 @@ def test_the_size_the_classes_and_the_notes_are_those_of_the_files(tmp_path, cap
     assert facts["config"]["image_size"] == 10 and "note: the data set has only train" in capsys.readouterr().out
     record = {"classes": ["no", "yes"], "train_examples": 40, "num_classes": 2, "image_shape": [3, 10, 10, 2]}
     assert data_record(setup.outline) == record
+
+
+def test_a_few_examples_take_the_place_of_every_split(tmp_path, capsys):
+    """Two batches of 8 are an epoch, and what is evaluated on; the same ones after a resume, as the seed is."""
+    setup = made(tmp_path, overfit_batches=2, quiet=False)
+    assert setup.epoch_steps == 2
+    images = [source.gather(np.arange(16))[0] for source in setup.sources.values()]
+    assert {len(source) for source in setup.sources.values()} == {16} and len(images) == 3
+    for other in images[1:]:
+        np.testing.assert_array_equal(other, images[0])
+    assert "evaluated on 16 examples of the training set alone" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--overfit_batches 6 are 48 examples, the training set has 40: type at most 5"):
+        made(tmp_path, overfit_batches=6)

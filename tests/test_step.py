@@ -238,10 +238,16 @@ def test_evaluation_counts_each_example_once_on_any_number_of_devices():
         eval_fn = par.spmd(make_eval_step(model, Replicated(), SIMPLE), devices)
         params, sums = par.replicate(variables["params"], devices), par.replicate(Sums.zeros(), devices)
         size = 16 if 16 % num_devices == 0 else 8 * num_devices
+        answers = []
         for batch in eval_batches(ArraySource(images, labels, 10), size):
-            sums = eval_fn(params, {}, sums, par.shard_batch(par.pad_and_mask(batch, size), devices))
+            padded = par.pad_and_mask(batch, size)
+            sums, given = eval_fn(params, {}, sums, par.shard_batch(padded, devices))
+            answers.append({name: np.ravel(value)[padded["mask"] > 0] for name, value in given.items()})
         loss, correct, count, *_ = total(sums, devices)
         assert (int(count), int(correct)) == (103, int((np.argmax(logits, -1) == labels).sum()))
+        np.testing.assert_array_equal(np.concatenate([a["answer"] for a in answers]), np.argmax(logits, -1))
+        shares = jax.nn.softmax(logits).max(-1)
+        np.testing.assert_allclose(np.concatenate([a["confidence"] for a in answers]), shares, rtol=1e-4)
         losses.append(float(loss))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     np.testing.assert_allclose(losses[0], want_loss, rtol=1e-5)
@@ -278,6 +284,21 @@ def test_ema_and_batch_statistics_follow_the_steps():
         np.testing.assert_allclose(state.ema_params["head"]["kernel"], average, atol=1e-6)
     stats = history[0].batch_stats["stem"]["norm_0"]
     assert np.isfinite(stats["mean"]).all() and (stats["mean"] != 0).all()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_is_frozen_keeps_its_bits_and_has_no_part_in_the_norm(num_devices):
+    config = dataclasses.replace(SIMPLE, freeze="cell_0/*,stem/*", weight_decay=0.1, momentum=0.0)
+    (after, *_), sums = run_steps(config, num_devices, steps=1)
+    before, moved = fresh_state(config).params, []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(before):
+        step = functools.reduce(lambda node, key: node[key.key], path, after.params) - leaf
+        assert np.any(step) or path[0].key in ("cell_0", "stem", "readout_norm", "norm_post")
+        assert not (np.any(step) and path[0].key in ("cell_0", "stem"))
+        decay = 0.1 * leaf if path[-1].key == "kernel" and np.any(step) else 0.0
+        moved.append(step / -config.lr - decay)
+    norm = np.sqrt(sum(np.sum(np.abs(step) ** 2) for step in moved))
+    np.testing.assert_allclose(float(sums[3]), norm, rtol=1e-3)
 
 
 def test_label_smoothing_is_cross_entropy_with_softened_targets():

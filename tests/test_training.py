@@ -87,6 +87,8 @@ def test_a_run_leaves_what_it_promises(whole):
     assert events[-1]["event"] == "summary" and events[-1]["test"] == summary["test"]
     assert 0 < summary["goodput"] < 1 and summary["compile_s"] > 0
     assert (run / "plots" / "loss.png").stat().st_size > 1000
+    assert f"{round(21 * summary['test']['accuracy'])} of 21 right" in (run / "report.html").read_text()
+    assert (run / "metrics.csv").read_text().count("\n") == 1 + 6 + 3
     assert "embed_dim: 4" in (run / "config.yaml").read_text()
 
 

@@ -79,6 +79,17 @@ class First:
         return self.source.gather(indices, epoch)
 
 
+class Some(First):
+    """n examples of a source, drawn from all over it by the seed."""
+
+    def __init__(self, source: Source, n: int, seed: int):
+        super().__init__(source, n)
+        self.rows = shuffled(len(source), seed)[:n]
+
+    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        return self.source.gather(self.rows[indices], epoch)
+
+
 def steps_per_epoch(n: int, batch: int) -> int:
     """Whole batches in one epoch of n examples; the remainder is dropped, another one in every epoch.
 

@@ -78,25 +78,27 @@ class Trained:
         return jax.jit(self.apply)
 
 
-def load_trained(checkpoint: str | Path, step: str = "best", typed: Mapping[str, Any] | None = None) -> Trained:
+def load_trained(
+    checkpoint: str | Path, step: str = "best", typed: Mapping[str, Any] | None = None, flag: str = "--checkpoint"
+) -> Trained:
     """The model in a run's folder, in its checkpoints, in one of them, or in an exported folder.
 
     step: best, latest, or a number. typed: settings that are given anew, of how it is computed (scan,
-    spectral_backend, batch_size, seed). UserError for a path that holds none, or with exit code 6 for one that is
-    damaged.
+    spectral_backend, batch_size, seed). flag: what an error calls the path. UserError for a path that holds none, or
+    with exit code 6 for one that is damaged.
     """
     path, typed = Path(checkpoint), typed or {}
     if not path.exists():
-        raise UserError(f"--checkpoint {path}: there is no such path; type the folder of a run, or an exported one")
+        raise UserError(f"{flag} {path}: there is no such path; type the folder of a run, or an exported one")
     if (path / TENSORS).is_file():
         if step != "best":
             raise UserError(f"--checkpoint_step {step}: the exported folder {path} holds one step, leave it out")
         return _of_folder(path, typed)
-    run, step = _run_of(path, step)
+    run, step = _run_of(path, step, flag)
     return _of_run(run, step, typed)
 
 
-def _run_of(path: Path, step: str) -> tuple[Path, str]:
+def _run_of(path: Path, step: str, flag: str) -> tuple[Path, str]:
     """(directory of the run, which step)."""
     if path.parent.name == CHECKPOINTS and path.name.isdecimal():
         if step not in ("best", path.name):
@@ -105,7 +107,7 @@ def _run_of(path: Path, step: str) -> tuple[Path, str]:
     run = path.parent if path.name == CHECKPOINTS else path
     if not Checkpoints(run / CHECKPOINTS, primary=False).steps():
         raise UserError(
-            f"--checkpoint {path}: there is no checkpoint in it; type the folder of a run that has saved one, or an "
+            f"{flag} {path}: there is no checkpoint in it; type the folder of a run that has saved one, or an "
             "exported one"
         )
     return run, step

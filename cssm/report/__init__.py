@@ -15,11 +15,14 @@ from rich.text import Text
 
 from cssm.report.costs import cost_lines, memory_lines, parameter_table, totals_line
 from cssm.report.events import METRICS, EventLog, read_events
+from cssm.report.examined import Examined
+from cssm.report.metrics_csv import save_csv
 from cssm.report.terminal import Bar, Task, device_lines, in_words, run_lines
 
 __all__ = ["RULE", "Reporter", "read_events"]
 
 RULE = "=" * 80
+PAGE = "report.html"
 
 
 class Reporter:
@@ -28,7 +31,8 @@ class Reporter:
     On a terminal the bar and the clock move; piped output gets plain lines, flushed at once; with
     `headless_stream` the events go to that stream as JSON and nothing else is printed. `quiet` leaves only
     `line`, evaluations and the summary. `run_dir` receives metrics.jsonl, logs/ (with `tensorboard`) and
-    plots/, unless it is None. With primary=False (any process but the first) nothing is printed or written.
+    what `leave` writes, unless it is None. With primary=False (any process but the first) nothing is printed or
+    written.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Reporter:
         headless_stream: IO[str] | None = None,
         quiet: bool = False,
         tensorboard: bool = False,
+        wandb: bool = False,
         primary: bool = True,
     ):
         self.run_dir = Path(run_dir) if run_dir is not None and primary else None
@@ -50,7 +55,7 @@ class Reporter:
         self._live = None
         if animated and self._chatty:
             self._live = Live(console=self._console, get_renderable=self._view, refresh_per_second=8, transient=True)
-        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard and primary)
+        self._events = EventLog(self.run_dir, headless_stream if primary else None, tensorboard, wandb)
 
     def __enter__(self) -> Self:
         if self._events.cut_bytes:
@@ -60,7 +65,7 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live:
             self._live.stop()
-        self._events.close()
+        self._events.close(failed=kind is not None)
 
     def line(self, text: str) -> None:
         """The text alone on its line: no decoration, and no wrapping but the terminal's own."""
@@ -107,7 +112,7 @@ class Reporter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record one event: config | step | eval | checkpoint | rollback | summary | devices | bench | evaluation |
-        prediction | predictions | export | error.
+        prediction | predictions | export | find_lr | error.
 
         step: step, epoch, loss, accuracy, learning_rate, grad_norm, images_per_s, step_ms, data_wait_ms; nonfinite
             where steps were left out, and once, where it waits much for data, a note.
@@ -192,16 +197,29 @@ class Reporter:
         if loss is not None:
             self._piped(f"step {self._bar.count()}  {self._bar.figures()}")
 
-    def plots(self) -> list[Path]:
-        """Draw plots/loss.png and plots/accuracy.png from metrics.jsonl: what came before a resume too."""
+    def leave(self, ending: str, examined: Examined | None = None) -> list[Path]:
+        """Write what people look at, from metrics.jsonl (what came before a resume too): metrics.csv, the curves
+        plots/*.png, and report.html; with TensorBoard, images too. Returns their paths.
+
+        ending: how the run ended, in words. examined: what it answered in its last evaluation.
+        """
         if self.run_dir is None:
             return []
+        events = read_events(self.run_dir / METRICS)
+        table = save_csv(events, self.run_dir / "metrics.csv")
         try:
             from cssm.report.plots import save_curves
+            from cssm.report.run_page import pictures, run_page
         except ModuleNotFoundError as error:
             self.line(f"no curves were drawn, {error.name} is not installed: type pip install {error.name}")
-            return []
-        return save_curves(read_events(self.run_dir / METRICS), self.run_dir / "plots", self.run_dir.name)
+            return [table]
+        page = self.run_dir / PAGE
+        page.write_text(run_page(self.run_dir.name, events, ending, examined), encoding="utf-8")
+        if examined is not None:
+            self._events.show(examined.step, pictures(examined))
+        if self._chatty:
+            self.line(f"report: {page}")
+        return [table, *save_curves(events, self.run_dir / "plots", self.run_dir.name), page]
 
     def _piped(self, text: str) -> None:
         """A line where nothing moves: it stands for what a terminal shows by moving."""

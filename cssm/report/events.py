@@ -3,18 +3,18 @@
 import json
 import math
 import os
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from cssm.config import UserError
+from cssm.report.viewers import TensorBoard, WandB
 
 SCHEMA = 1
 METRICS = "metrics.jsonl"
 STORAGE = 6
 BLOCK = 2**16
 OF_A_STEP = ("step", "eval", "checkpoint")
-NOT_SCALARS = ("step", "epoch", "count")
 
 
 def jsonable(value: Any) -> Any:
@@ -31,14 +31,19 @@ def jsonable(value: Any) -> Any:
 
 
 class EventLog:
-    """Writes events to <run_dir>/metrics.jsonl (appended whole), to a stream, and to TensorBoard (logs/).
+    """Writes events to <run_dir>/metrics.jsonl (appended whole), to a stream, to TensorBoard (logs/) and to W&B.
 
-    Any of the three may be absent. cut_bytes: the length of a line torn by a kill that was cut from the file's end.
-    Raises UserError where TensorBoard is asked for and its writer is not installed; OSError where the disk refuses.
+    Any of these may be absent. cut_bytes: the length of a line torn by a kill that was cut from the file's end.
+    Raises UserError where TensorBoard or W&B is asked for and not installed; OSError where the disk refuses.
     """
 
-    def __init__(self, run_dir: Path | None, stream: IO[str] | None = None, tensorboard: bool = False):
-        self._tensorboard = TensorBoard(run_dir / "logs") if run_dir is not None and tensorboard else None
+    def __init__(
+        self, run_dir: Path | None, stream: IO[str] | None = None, tensorboard: bool = False, wandb: bool = False
+    ):
+        self._viewers: list[TensorBoard | WandB] = []
+        if run_dir is not None:
+            self._viewers += [TensorBoard(run_dir / "logs")] if tensorboard else []
+            self._viewers += [WandB(run_dir)] if wandb else []
         self._file, self.cut_bytes = (None, 0) if run_dir is None else _open_after_whole_line(run_dir / METRICS)
         self._path, self._stream = run_dir and run_dir / METRICS, stream
         self._schema: dict[str, int] = {"schema": SCHEMA}
@@ -57,55 +62,25 @@ class EventLog:
         if self._stream is not None:
             self._stream.write(text)
             self._stream.flush()
-        if self._tensorboard and kind in ("step", "eval"):
-            self._tensorboard.write("train" if kind == "step" else fields["split"], fields)
+        for viewer in self._viewers:
+            if kind in ("step", "eval"):
+                viewer.write("train" if kind == "step" else fields["split"], fields)
+            elif kind == "config":
+                viewer.begin(fields.get("config", {}))
+            elif kind == "summary":
+                viewer.write_summary(fields)
 
-    def close(self) -> None:
-        """End both files; the stream stays open."""
-        if self._tensorboard:
-            self._tensorboard.close()
+    def show(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """PNG images by name, where there is something that shows them."""
+        for viewer in self._viewers:
+            viewer.write_images(step, pictures)
+
+    def close(self, failed: bool = False) -> None:
+        """End all but the stream; failed: whether the run ended in an error."""
+        for viewer in self._viewers:
+            viewer.close(failed)
         if self._file is not None:
             self._file.close()
-
-
-class TensorBoard:
-    """Scalars as TensorBoard event files in a directory; UserError where the writer is not installed.
-
-    Written by the caller's thread: tensorboardX's SummaryWriter has one of its own, and hangs when that meets a full
-    disk.
-    """
-
-    def __init__(self, directory: Path):
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto import event_pb2, summary_pb2
-        except ModuleNotFoundError as error:
-            raise UserError("--tensorboard needs the package tensorboardX: type pip install tensorboardX") from error
-        self._directory, self._open, self._event, self._summary = directory, EventsWriter, event_pb2, summary_pb2
-        self._writer: EventsWriter | None = None
-
-    def write(self, prefix: str, fields: dict[str, Any]) -> None:
-        """One scalar `<prefix>/<name>` for each number of the fields, at fields["step"]; OSError where it cannot be."""
-        step, event = int(fields["step"]), self._event
-        if self._writer is None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._writer = self._open(str(self._directory / "events"))
-            # From here on a resumed run replaces what was recorded before.
-            start = event.SessionLog(status=event.SessionLog.START)
-            self._writer.write_event(event.Event(step=step, wall_time=time.time(), session_log=start))
-        values = [
-            self._summary.Summary.Value(tag=f"{prefix}/{name}", simple_value=float(value))
-            for name, value in fields.items()
-            if name not in NOT_SCALARS and value is not None and not isinstance(value, str | bool)
-        ]
-        summary = self._summary.Summary(value=values)
-        self._writer.write_event(event.Event(step=step, wall_time=time.time(), summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write what is pending."""
-        if self._writer is not None:
-            self._writer.close()
 
 
 def read_events(path: Path | str) -> list[dict[str, Any]]:

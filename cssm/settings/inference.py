@@ -32,6 +32,7 @@ class InferenceSettings:
         choices=tuple(name for names in FORMATS.values() for name in names), verbs=tuple(FORMATS),
         unset="published; safetensors")
     output: str | None = _trained(None, "where bench, eval and export put their files, a folder; of predict, a .jsonl "
-        "or .csv file", verbs=("bench", *OF_A_RUN), unset="bench: checkpoint_dir/TIME_bench_ARCH_CSSM; eval, export: "
-        "in the folder of the run; predict: the screen")
+        "or .csv file; of compare, a page in HTML", verbs=("bench", "compare", *OF_A_RUN), unset="bench: "
+        "checkpoint_dir/TIME_bench_ARCH_CSSM; eval, export: in the folder of the run; predict: the screen; compare: "
+        "no page")
     # fmt: on

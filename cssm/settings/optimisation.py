@@ -50,6 +50,12 @@ class OptimisationSettings:
         applies=_rule("beta2"), unset="0.999, lion 0.99")
     label_smoothing: float = _optim(0.0, "share of the label spread over all classes", bounds="[0,1)",
         aliases=("smoothing",))
+    layer_decay: float = _train(1.0, "what the learning rate is multiplied with from each layer to the one before it, "
+        "such as 0.75 in fine-tuning: the head has lr, the stem least", bounds="(0,1]", resume="fixed")
+    freeze: str | None = _train(None, "parameters that stay as they are: patterns of their paths, such as "
+        "'stem/*,block_0/*', or '*,!head/*' for all but the head", resume="fixed", unset="none")
+    init_from: str | None = _train(None, "parameters to begin with, where they fit: a run, one of its checkpoints, or "
+        "an exported folder", resume="fixed", unset="fresh ones")
     ema_decay: float = _optim(0.0, "decay of the moving average of the parameters, 0 for none",
         bounds="[0,1)", resume="fixed")
     batch_size: int | None = _optim(None, "images per device and forward pass", bounds="[1,)",
@@ -58,6 +64,11 @@ class OptimisationSettings:
         bounds="[1,)", unset="batch_size x devices x grad_accum")
     find_batch_size: bool = _train(False, "find the batch_size: the largest power of two with which a step fits the "
         "memory of the devices", resume="fresh", saved=False)
+    find_lr: bool = _train(False, "try rising learning rates for 120 steps, draw the loss, suggest an lr, and stop "
+        "before training", resume="fresh", saved=False)
+    overfit_batches: int | None = _train(None, "train on so many batches of the training set, the same ones in each "
+        "epoch, and evaluate on them too: a model that cannot learn these by heart has a fault", bounds="[1,)",
+        resume="fixed", unset="all")
     grad_accum: int | None = _optim(None, "forward passes per optimizer step", bounds="[1,)", unset="1",
         aliases=("grad_accum_steps", "gradient_accumulation", "gradient_accumulation_steps"))
     seed: int = _optim(0, "seed of parameters, order and randomness", bounds="[0,4294967295]", resume="fixed",

@@ -49,6 +49,8 @@ class RunningSettings:
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare", *OF_A_RUN))
     headless: bool = _report(False, "print JSON lines on stdout and nothing else", resume="fresh", verbs=VERBS)
     tensorboard: bool = _report(False, "write TensorBoard events")
+    wandb: bool = _report(False, "send metrics, images and settings to Weights & Biases; WANDB_PROJECT, WANDB_ENTITY, "
+        "WANDB_MODE=offline are heeded, and a resumed run goes on in the same one")
     profile: str | None = _report(None, "write a trace of 5 steps into this folder: the 6th to the 10th, or with bench "
         "those after the timed ones", resume="fresh", saved=False, verbs=TRAINING, unset="no trace")
     dry_run: bool = _report(False, "show parameters, FLOPs and memory, and stop before anything is made or written",
