@@ -91,14 +91,14 @@ def linear_scan(
     timed = lambda tree: jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tree)
     step = make_step(*constants)
     run = _Run(
-        step=lambda h, gates_t, u: step(h, _shown(gates_t), u),
+        step=lambda h, gates_t, u: step(h, shown(gates_t), u),
         stable=stable,
         counts=counts,
         planes=inputs.shape[2],
         dtype=inputs.dtype,
         num_steps=num_steps,
         last_only=last_only,
-        read=lambda h, gates_t: read(h, _shown(gates_t)),
+        read=lambda h, gates_t: read(h, shown(gates_t)),
     )
     at_steps = _Timed(timed(gates), timed(inputs), timed(read_gates))
     if copies == 1:
@@ -110,7 +110,7 @@ def linear_scan(
     return jnp.moveaxis(out.reshape(*out.shape[:-2], -1), 0, 1)
 
 
-def _shown(gates: Any) -> Any:
+def shown(gates: Any) -> Any:
     """Gates of a step as the step sees them."""
     return jax.tree.map(
         lambda g: unpack(g.array, g.count, -3) if isinstance(g, Packed) else g, gates, is_leaf=is_packed

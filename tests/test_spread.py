@@ -24,7 +24,7 @@ def test_any_number_of_examples_on_any_number_of_devices(n, devices):
     x = np.random.default_rng(n).normal(size=(n, 5)).astype(np.float32)
     spread = Spread(TRAINED, product, jax.devices()[:devices], 4, prefetch=2)
     traces.clear()
-    spread.compile({"x": x[:0]})
+    spread.warm_up({"x": x[:0]})
     size = spread.batch
     found = list(spread.run((start, {"x": x[start : start + size]}) for start in range(0, n, size)))
     assert traces == [(4, 5)], "compiled once"

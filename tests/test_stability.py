@@ -15,7 +15,7 @@ from cssm import fused
 from cssm.cells import CELLS, core
 from cssm.cells.core import CellOptions
 from cssm.rules import CONTRACTIONS
-from cssm.scan import linear_scan, stable_step
+from cssm.scan import linear_scan, shown, stable_step
 from cssm.settings.family import RECURRENT
 from cssm.spectral import Spectrum
 
@@ -55,11 +55,12 @@ def spied(name, found):
         first = lambda a: jnp.moveaxis(a, 1, 0)
         n, (batch, _, _, frequencies, channels) = counts[0], inputs.shape
         steps = jax.tree.leaves(gates)[0].shape[1]
-        zero = jnp.zeros((steps, batch, frequencies, channels // counts[1]))
+        zero = jnp.zeros((steps, batch, frequencies, channels // (counts[1] * named.get("copies", 1))))
         state = lambda j: tuple(Spectrum(zero + (i == j), zero) for i in range(n))
         step = make_step(*constants)
         run = stable_step(step) if stable else step
-        columns = [run(state(j), jax.tree.map(first, gates), (Spectrum(zero, zero),) * counts[1]) for j in range(n)]
+        at_steps = shown(jax.tree.map(first, gates))
+        columns = [run(state(j), at_steps, (Spectrum(zero, zero),) * counts[1]) for j in range(n)]
         stack = lambda part: jnp.stack([jnp.stack([getattr(h, part) for h in c], -1) for c in columns], -1)
         found.append((stack("re"), stack("im")))
         return linear_scan(make_step, constants, counts, gates, inputs, method, last_only, stable, *read, **named)

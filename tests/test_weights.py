@@ -90,8 +90,9 @@ def test_a_kernel_of_gpus_is_not_replaced_silently(tmp_path):
 
 def test_a_damaged_checkpoint_is_refused_and_others_are_named(tmp_path):
     run = make_run(tmp_path / "run", steps=(3, 6), metrics={3: 0.9})
-    for file in (run / "checkpoints" / "3" / "state" / "d").iterdir():
-        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    for file in (run / "checkpoints" / "3" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
     error = refusal(run)
     assert error.exit_code == 6 and "step 3" in str(error) and "there is 6" in str(error)
     assert load_trained(run, "latest").step == 6

@@ -137,7 +137,7 @@ def _answers(
     spread = Spread(trained, answer, devices, max(1, min(asked.batch_size, total)), asked.prefetch)
     none = {"image": np.zeros((0, *trained.image_shape), np.uint8), "label": np.zeros(0, np.int32)}
     with report.compiling("compiling the model"):
-        spread.compile(none)
+        spread.warm_up(none)
 
     def batches() -> Iterator[tuple[None, dict[str, np.ndarray]]]:
         for source in sources:

@@ -81,7 +81,7 @@ class _Job:
         size = min(batch_size, -(-total // len(devices)))
         spread = Spread(self.trained, self._answer(), devices, size, self.config.prefetch)
         with self.report.compiling("compiling the model"):
-            spread.compile({"image": np.zeros((0, *self.trained.image_shape), np.uint8)})
+            spread.warm_up({"image": np.zeros((0, *self.trained.image_shape), np.uint8)})
         start, done = time.monotonic(), 0
         with self.report.busy("predicting") as count, closing(self.inputs.pieces(spread.batch, workers)) as pieces:
             count(0, total)

@@ -45,7 +45,7 @@ class Spread:
         """Examples of all devices at a time."""
         return self.size * len(self.devices)
 
-    def compile(self, example: dict[str, np.ndarray]) -> None:
+    def warm_up(self, example: dict[str, np.ndarray]) -> None:
         """Run it once on as many copies of nothing as a batch holds; example: arrays [0, ...] of what will come."""
         jax.block_until_ready(self._program(self._variables, self._placed(example)))
 
