@@ -26,6 +26,7 @@ from parallel.places import local_places, place_in
 BUG, USAGE, OUT_OF_MEMORY, DEVICES, STORAGE, SIGNALLED, INTERRUPTED, UNREAD = 1, 2, 3, 4, 6, 128, 130, 141
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 _STORAGE_ERRORS += (errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG)
+_PLACES_OF_A_RUN = "--checkpoint_dir or --cache_dir"
 _NEEDED = ("flax", "jax", "jaxlib", "numpy", "optax", "orbax", "rich", "sklearn")
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -271,12 +272,26 @@ def explain(error: Exception, config: Config, several: bool = False) -> tuple[in
         return LOST_PEER, str(error).splitlines()[0]
     if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED:
         return USAGE, f"{error.name} is not installed here: type `make train`, or install as README.md says"
-    if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+    if isinstance(error, OSError) and (error.errno in _STORAGE_ERRORS or _place(error, config)):
         where = f" at {error.filename}" if error.filename else ""
-        ways = "make room or get permission, or choose another --checkpoint_dir or --cache_dir"
+        ways = f"make room or get permission, or choose another {_place(error, config) or _PLACES_OF_A_RUN}"
         return STORAGE, f"storage failed{where}: {error.strerror}; {ways}"
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     return BUG, f"this is a bug of the program, please report it: {what}"
+
+
+def _place(error: OSError, config: Config) -> str | None:
+    """The flag whose file or folder cannot be made: the error is about it, or a folder above. A file that is missing
+    anywhere else is a bug.
+    """
+    path = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    for flag in ("output", "explain", "checkpoint_dir", "cache_dir"):
+        given = getattr(config, flag)
+        if path and given is not None:
+            place = os.path.abspath(given)
+            if path in (place, f"{place}.partial") or place.startswith(path + os.sep):
+                return f"--{flag}"
+    return None
 
 
 def _send_error(stream: IO[str], code: int, sentence: str) -> None:

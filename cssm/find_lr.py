@@ -29,8 +29,9 @@ SMOOTHING = 0.8  # of the running mean of the losses
 SHOW_EVERY = 10
 # Of the first loss: a smaller fall is rounding.
 LEAST = 1e-3
-# So many first and last rates tell no slope: the mean has hardly begun, or the loss runs away.
-ENDS = 5
+# A slope is that of so many steps on each side. The first and last rates have none: there the mean has hardly begun, or
+# the loss runs away.
+SIDE = 8
 
 
 def find_lr(setup: Setup, report: Reporter, meter: Meter) -> dict[str, Any]:
@@ -84,14 +85,16 @@ def suggestion(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, 
     """(the rate at which the smoothed loss falls fastest over log rate, that at which it is lowest)."""
     means = np.array(smoothed(losses))
     lowest = int(means.argmin()) if len(means) else 0
-    slopes = np.gradient(means[: lowest + 1], np.log(rates[: lowest + 1])) if lowest > 2 * ENDS else np.zeros(1)
-    inner = slopes[ENDS:-ENDS] if len(slopes) > 2 * ENDS else slopes
-    if inner.min() >= 0 or means[0] - means[lowest] < LEAST * means[0]:
+    centres = range(SIDE, lowest - SIDE + 1)
+    # Of lines through many steps: between two, the noise of a batch is steeper than any fall.
+    around = [slice(centre - SIDE, centre + SIDE + 1) for centre in centres]
+    slopes = [np.polyfit(np.log(rates[steps]), means[steps], 1)[0] for steps in around]
+    if min(slopes, default=0) >= 0 or means[0] - means[lowest] < LEAST * means[0]:
         raise UserError(
             f"--find_lr: the loss does not fall at any rate from {LOWEST:g} on (first {losses[:1]}): look at the data, "
             "or at other settings"
         )
-    return float(rates[ENDS + int(inner.argmin())]), float(rates[lowest])
+    return float(rates[centres[int(np.argmin(slopes))]]), float(rates[lowest])
 
 
 def _draw(setup: Setup, report: Reporter, found: dict[str, Any]) -> str | None:

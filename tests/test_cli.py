@@ -1,5 +1,6 @@
 """The program from outside: help without jax, a sentence and a code for each ending, only JSON on stdout."""
 
+import errno
 import json
 import os
 import subprocess
@@ -205,6 +206,16 @@ class TestExplain:
         code, sentence = cli.explain(error, parse_args(["--batch_size=64"]).config)
         assert code == 3
         assert "type --batch_size 32 --grad_accum 2 (the same effective batch)" in sentence
+
+    @pytest.mark.parametrize("flag", ["output", "explain", "checkpoint_dir", "cache_dir"])
+    @pytest.mark.parametrize("at", ["a/b.csv", "a/b.csv.partial", "a"])
+    def test_a_place_that_cannot_be_made_is_storage_and_names_its_flag(self, flag, at):
+        error = FileNotFoundError(errno.ENOENT, "No such file or directory", at)
+        sentence = f"storage failed at {at}: No such file or directory; make room or get permission"
+        assert cli.explain(error, Config(**{flag: "a/b.csv"})) == (6, f"{sentence}, or choose another --{flag}")
+        assert cli.explain(error, Config(**{flag: "c"}))[0] == 1, "a file is missing elsewhere"
+        denied = PermissionError(errno.EACCES, "denied", at)
+        assert cli.explain(denied, Config(**{flag: "c"}))[1].endswith("another --checkpoint_dir or --cache_dir")
 
     def test_other_errors_of_the_runtime_are_bugs(self):
         import jax

@@ -25,6 +25,13 @@ def test_the_suggestion_is_where_a_known_curve_falls_fastest():
     assert best < lowest < 0.3
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_noise_of_small_batches_at_rates_that_change_nothing_suggests_none_of_those(seed):
+    noise = 0.2 * np.random.default_rng(seed).standard_normal(STEPS)
+    best, _ = suggestion(RATES, 1.4 - 1.2 / (1 + 1e-3 / RATES) + (RATES / 0.3) ** 2 + noise)
+    assert 1e-4 < best < 1e-1
+
+
 @pytest.mark.parametrize("losses", [np.full(STEPS, 2.3), np.linspace(1, 9, STEPS), np.array([2.0, 3.0]), np.array([])])
 def test_a_loss_that_never_falls_suggests_nothing(losses):
     with pytest.raises(UserError, match="does not fall at any rate"):

@@ -54,6 +54,8 @@ def test_classes_have_the_order_of_their_names_and_files_any_depth_and_ending(tm
         (tmp_path / extra).write_text("x")
     outline = data.outline(config(tmp_path))
     assert outline.classes == ("B", "a", "a b", "b")
+    aside = f"left aside what is no image (.jpg, .jpeg, .png, .webp, .bmp): 2 files, such as {tmp_path}/b/notes.txt"
+    assert outline.notes[1:] == (aside,), "the first tells what is held back"
     every = {path: label for part in files(tmp_path).values() for path, label in part.items()}
     assert len(every) == 3 * 12 + 6 == sum(outline.examples.values())
     assert all(outline.classes[label] == path.split("/")[0] for path, label in every.items())

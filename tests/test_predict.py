@@ -101,7 +101,8 @@ def test_not_one_that_can_be_read(run, tmp_path, capsys):
         str(tmp_path / "o.csv"),
     ]
     assert main(argv) == 2
-    assert "1 of 1 inputs could not be read" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "1 of 1 inputs could not be read" in told and told.endswith("repair or remove them\n")
     assert len((tmp_path / "o.csv").read_text().splitlines()) == 1
 
 

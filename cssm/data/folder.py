@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -93,8 +93,8 @@ def _root(config: Config) -> Path:
 
 
 def _listed(root: Path) -> Listing:
-    folders: dict[str, int] = {}
-    names = _subfolders(root, folders)
+    seen = _Seen()
+    names = _subfolders(root, seen)
     given = [split for split in SPLITS if split in names]
     if given and "train" not in given:
         raise UserError(f"--data_dir {root} has {' and '.join(given)} but no train: images lie in {_FORM}")
@@ -106,7 +106,7 @@ def _listed(root: Path) -> Listing:
     parts = {split: root / split for split in given} or {"train": root}
     if len({path.resolve() for path in parts.values()}) < len(parts):
         raise UserError(f"--data_dir {root}: {' and '.join(parts)} are links to one folder, splits must share no image")
-    by_class = {split: _classes(path, folders) for split, path in parts.items()}
+    by_class = {split: _classes(path, seen) for split, path in parts.items()}
     classes = tuple(sorted(by_class["train"]))
     if len(classes) < 2:
         what = f"one class, {classes[0]}" if classes else "no folder with images"
@@ -123,7 +123,18 @@ def _listed(root: Path) -> Listing:
         files[split] = [prefix + names[i][0] for i in order]
         labels[split] = np.array([names[i][1] for i in order], np.int32)
     notes = _hold_back(root, files, labels)
-    return Listing(classes, files, labels, notes, folders)
+    if seen.aside:
+        number = f"{len(seen.aside):,} {'file' if len(seen.aside) == 1 else 'files'}"
+        notes += (f"left aside what is no image ({', '.join(SUFFIXES)}): {number}, such as {min(seen.aside)}",)
+    return Listing(classes, files, labels, notes, seen.folders)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """folders: those that were read, and the time of their last change. aside: files there that are no images."""
+
+    folders: dict[str, int] = field(default_factory=dict)
+    aside: set[str] = field(default_factory=set)
 
 
 _FORM = "DIR/CLASS/ or DIR/train/CLASS/, DIR/val/CLASS/ and DIR/test/CLASS/"
@@ -142,19 +153,19 @@ def _hold_back(root: Path, files: dict[str, list[str]], labels: dict[str, np.nda
     return notes
 
 
-def _classes(folder: Path, folders: dict[str, int]) -> dict[str, list[str]]:
+def _classes(folder: Path, seen: _Seen) -> dict[str, list[str]]:
     """Images by class, as paths relative to `folder`, sorted."""
     found = {}
-    for name in _subfolders(folder, folders):
-        found[name] = sorted(_images(folder / name, name, folders, frozenset()))
+    for name in _subfolders(folder, seen):
+        found[name] = sorted(_images(folder / name, name, seen, frozenset()))
         if not found[name]:
             raise UserError(f"{folder / name} holds no image ({', '.join(SUFFIXES)}): a class has at least one")
     return found
 
 
-def _subfolders(folder: Path, folders: dict[str, int]) -> list[str]:
+def _subfolders(folder: Path, seen: _Seen) -> list[str]:
     """Names of the folders in one that holds no images itself."""
-    entries = list(_entries(folder, folders))
+    entries = list(_entries(folder, seen))
     if stray := sorted(entry.name for entry in entries if _is_image(entry)):
         raise UserError(
             f"{folder / stray[0]} lies beside the folders of the classes: an image lies in that of its class, {_FORM}"
@@ -162,14 +173,14 @@ def _subfolders(folder: Path, folders: dict[str, int]) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir())
 
 
-def _images(folder: Path, prefix: str, folders: dict[str, int], above: frozenset[Path]) -> Iterator[str]:
+def _images(folder: Path, prefix: str, seen: _Seen, above: frozenset[Path]) -> Iterator[str]:
     """Images at any depth; links are followed, unless they lead back up."""
     real = folder.resolve()
     if real in above:
         return
-    for entry in _entries(folder, folders):
+    for entry in _entries(folder, seen):
         if entry.is_dir():
-            yield from _images(folder / entry.name, f"{prefix}/{entry.name}", folders, above | {real})
+            yield from _images(folder / entry.name, f"{prefix}/{entry.name}", seen, above | {real})
         elif _is_image(entry):
             yield f"{prefix}/{entry.name}"
 
@@ -178,11 +189,16 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
     return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
 
 
-def _entries(folder: Path, folders: dict[str, int]) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: Path, seen: _Seen) -> Iterator[os.DirEntry[str]]:
     """What a folder holds, but for hidden entries."""
     try:
-        folders[str(folder)] = folder.stat().st_mtime_ns
+        seen.folders[str(folder)] = folder.stat().st_mtime_ns
         with os.scandir(folder) as entries:
-            yield from (entry for entry in entries if not entry.name.startswith("."))
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if not entry.is_dir() and not _is_image(entry):
+                    seen.aside.add(entry.path)
+                yield entry
     except OSError as error:
         raise UserError(f"--data_dir: {folder} cannot be read, {error.strerror}") from error

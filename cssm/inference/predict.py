@@ -57,9 +57,10 @@ def predict(
         where += f", pictures in {config.explain}" if config.explain else ""
         report.line(f"predicted {plural(facts['count'], 'image')}, {facts['images_per_s']:,.0f} images/s{where}")
         if inputs.bad:
+            rest = "; the others were predicted" if len(inputs.bad) < len(inputs) else ""
             raise UserError(
                 f"{len(inputs.bad):,} of {len(inputs):,} inputs could not be read, among them {next(iter(inputs.bad))} "
-                f"({next(iter(inputs.bad.values()))}): repair or remove them; the others were predicted"
+                f"({next(iter(inputs.bad.values()))}): repair or remove them{rest}"
             )
     return facts
 
