@@ -25,8 +25,9 @@ def resume_config(saved: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[C
     before = resolve({}, record)
     for name, value in typed.items():
         if KNOBS[name].resume == "fixed" and value != getattr(before, name):
+            has = "none" if getattr(before, name) is None else getattr(before, name)
             raise UserError(
-                f"--{name} {value}: the run to resume has {getattr(before, name)}, which cannot change; "
+                f"--{name} {value}: the run to resume has {has}, which cannot change; "
                 f"leave --{name} out, or start a new run without --resume"
             )
     if typed.get("find_batch_size"):

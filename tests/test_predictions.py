@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,7 @@ def test_outputs_that_are_not_written_are_refused(tmp_path):
         with pytest.raises(UserError, match=sentence):
             check_output(output)
     assert check_output(None) is None
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file: type the name of a folder for the pictures"):
+        check_output(None, str(tmp_path / "file"))
+    assert check_output("a.csv", str(tmp_path)) == Path("a.csv")

@@ -35,7 +35,7 @@ def predict(
     that are not there or do not fit the model.
     """
     assert config.checkpoint is not None, "the command line wants one"
-    path = check_output(config.output)
+    path = check_output(config.output, config.explain)
     trained = load_trained(config.checkpoint, config.checkpoint_step, typed)
     top_k = min(TOP_K, trained.num_classes) if config.top_k is None else config.top_k
     if top_k > trained.num_classes:

@@ -15,8 +15,12 @@ SUFFIXES = (".jsonl", ".csv")
 Prediction = Mapping[str, Any]
 
 
-def check_output(output: str | None) -> Path | None:
-    """The file that --output names. UserError for a kind that is not written, or a folder."""
+def check_output(output: str | None, explain: str | None = None) -> Path | None:
+    """The file that --output names. UserError for a kind that is not written, or a folder, and where --explain names
+    what is no folder.
+    """
+    if explain is not None and Path(explain).exists() and not Path(explain).is_dir():
+        raise UserError(f"--explain {explain} is a file: type the name of a folder for the pictures")
     if output is None:
         return None
     path = Path(output)
