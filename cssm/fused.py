@@ -1,7 +1,7 @@
 """The recurrence as one GPU kernel: states stay in registers over time, forward and backward.
 
-One program of the kernel takes an example, a frequency (several, where there are few channels) and a block of channels
-through all time steps. The step is the
+One program of the kernel takes an example, a frequency (several, where there are few channels), and a block of channels
+of one of the copies through all time steps. The step is the
 cell's own (cssm.scan), traced into the kernel, and its derivative there is jax.vjp of it, so that every recurrence has
 the kernel. For the backward pass the states are kept every SEGMENT steps and those between are run again, in registers.
 Sums are taken in a fixed order: results are the same from run to run.

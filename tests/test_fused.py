@@ -198,6 +198,27 @@ def test_it_lowers_for_a_gpu(monkeypatch, make_step, constants, count, names, st
     assert program.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 
+def test_copies_lower_for_a_gpu():
+    """As gdn's recipe runs: 16 heads with keys of 4, several frequencies in a program."""
+    d, heads, frequencies, half = 4, 16, 30, jnp.bfloat16
+    keys = lambda steps: Packed(jax.ShapeDtypeStruct((2, steps, 2, frequencies, d * heads), half), d)
+    arrays = (
+        shapes_of(spectra(frequencies, heads), jnp.float32),
+        shapes_of(gates(("alpha", "beta"), 2, 8, frequencies, 1), half) | {"k": keys(8)},
+        keys(8).array,
+        keys(1),
+    )
+
+    def loss(constants, gates, inputs, asked):
+        make_step, common = functools.partial(gdn._step, stable=False), (gates, inputs, True, gdn._asked, asked)
+        return jnp.sum(fused_scan(make_step, constants, (d, 1), *common, copies=d, interpret=False))
+
+    with on_a_gpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+        program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+
+
 def test_operations_are_counted_for_every_program():
     """A step of gated is 9 operations a number, of the kernel's too."""
     make_step, constants, inputs = gated._step, spectra(4, 4), packed(B, 8, 4, 4)
