@@ -148,7 +148,7 @@ def test_tensorboards_directory_that_cannot_be_written_ends_the_run(tmp_path, mo
     assert code == 6 and "logs" in sentence
     out = EventLog(tmp_path / "other", tensorboard=True)
     out.write("step", {"step": 1, "loss": 0.5})
-    monkeypatch.setattr(out._tensorboard._writer, "flush", full)
+    monkeypatch.setattr(out._viewers[0]._writer, "flush", full)
     with pytest.raises(OSError, match="No space left"):
         out.write("step", {"step": 2, "loss": 0.5})
     monkeypatch.undo()
