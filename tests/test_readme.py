@@ -104,6 +104,7 @@ def photos(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some twenty programs, one after another
 def test_every_command_runs_in_turn(tmp_path):
     """In the README's order, cut to two steps; on the simulated devices of these tests."""
     for command in COMMANDS:
