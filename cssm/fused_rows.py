@@ -1,4 +1,5 @@
-"""Functions of rows as one GPU kernel, forward and backward: a norm over channels, a bias and its activation.
+"""Functions of rows as one GPU kernel, forward and backward: a norm over channels, a bias and its activation, a
+convolution over time.
 
 XLA computes their backward pass in several sweeps over the same numbers: the gradient of the input, and again all of it
 for the sums that are the gradients of the parameters. Here a program reads each number once, and derives what it needs
@@ -21,8 +22,10 @@ TILE, COLUMNS = 4096, 512
 # Programs that share the rows in the backward pass: each leaves a partial sum for every parameter.
 PROGRAMS = 2048
 
-# (rows [R, C], which of their columns are there [C], parameters [C] ...) -> rows
+# (rows [R, C], which of their columns are there [C], parameters [C] or [R, C] ...) -> rows
 Rows = Callable[..., jax.Array]
+# The same of the rows of S steps at once: S of them in, S out.
+Steps = Callable[..., tuple[jax.Array, ...]]
 
 
 def fused_rows(
@@ -34,10 +37,37 @@ def fused_rows(
     where its second argument is 0; otherwise it must treat every number by itself. interpret None: where there is no
     GPU.
     """
-    channels = x.shape[-1]
+
+    def alone(steps, *arguments):
+        return (function(steps[0], *arguments),)
+
+    return _fused(alone, x.reshape(1, 1, -1, x.shape[-1]), parameters, whole, interpret).reshape(x.shape)
+
+
+def fused_steps(
+    function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None = None
+) -> jax.Array:
+    """As fused_rows, of x [B, S, ..., C] and a function that sees the rows of all S steps at once, [R, n] of each."""
+    rows = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    return _fused(function, rows, parameters, whole, interpret).reshape(x.shape)
+
+
+def by_rows(function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool) -> jax.Array:
+    """What fused_rows computes: by it where there is such a GPU, elsewhere as XLA likes it."""
+    if available() and x.dtype != jnp.float64:
+        return fused_rows(function, x, parameters, whole)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    y = function(x.astype(dtype), jnp.ones((x.shape[-1],), dtype), *(p.astype(dtype) for p in parameters))
+    return y.astype(x.dtype)
+
+
+def _fused(
+    function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None
+) -> jax.Array:
+    """x [B, S, N, C]: S steps of N rows."""
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
-    columns = 1 << (channels - 1).bit_length()
-    tiles = _Tiles(channels, columns if whole else min(columns, COLUMNS), interpret)
+    columns = 1 << (x.shape[-1] - 1).bit_length()
+    tiles = _Tiles(x.shape, columns if whole else min(columns, COLUMNS), interpret)
 
     @jax.custom_vjp
     def apply(x, parameters):
@@ -51,25 +81,18 @@ def fused_rows(
         return _backward(tiles, function, x, parameters, dy)
 
     apply.defvjp(forward, backward)
-    return apply(x.reshape(-1, channels), parameters).reshape(x.shape)
-
-
-def by_rows(function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool) -> jax.Array:
-    """What fused_rows computes: by it where there is such a GPU, elsewhere as XLA likes it."""
-    if available() and x.dtype != jnp.float64:
-        return fused_rows(function, x, parameters, whole)
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    y = function(x.astype(dtype), jnp.ones((x.shape[-1],), dtype), *(p.astype(dtype) for p in parameters))
-    return y.astype(x.dtype)
+    return apply(x, parameters)
 
 
 class _Tiles:
-    """How [N, C] is cut: `rows` x `columns` numbers at a time."""
+    """How [B, S, N, C] is cut: `rows` x `columns` numbers of all steps at a time."""
 
-    def __init__(self, channels: int, columns: int, interpret: bool):
-        self.channels, self.columns, self.interpret = channels, columns, interpret
-        self.rows = max(1, TILE // columns)
-        self.across = -(-channels // columns)
+    def __init__(self, shape: tuple[int, ...], columns: int, interpret: bool):
+        batch, self.steps, self.number, self.channels = shape
+        self.columns, self.interpret = columns, interpret
+        self.rows = max(1, TILE // columns // (1 << (self.steps - 1).bit_length()))
+        self.down, self.across = -(-self.number // self.rows), -(-self.channels // columns)
+        self.blocks = batch * self.down
 
     def call(self, kernel: Callable, programs: int, out_shape: Any, *operands: Any) -> Any:
         return pl.pallas_call(
@@ -85,55 +108,69 @@ class _Tiles:
         there = block * self.columns + jnp.arange(self.columns) < self.channels
         return pl.ds(block * self.columns, self.columns), there.astype(jnp.int32)
 
-    def down_at(self, block: jax.Array, number: int) -> tuple[Any, jax.Array]:
-        """The same of a block of `number` rows."""
-        there = block * self.rows + jnp.arange(self.rows) < number
-        return pl.ds(block * self.rows, self.rows), there.astype(jnp.int32)
+    def down_at(self, block: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        """(which example, where this block of rows lies in it, 1 for those that are there and else 0)."""
+        example, place = block // self.down, block % self.down
+        there = (place * self.rows + jnp.arange(self.rows) < self.number) & (block < self.blocks)
+        return example, pl.ds(place * self.rows, self.rows), there.astype(jnp.int32)
+
+    def at(self, down: tuple[jax.Array, Any, jax.Array], across: Any) -> list[Any]:
+        """The indices of every step."""
+        example, rows, _ = down
+        return [(example, example * 0 + step, rows, across) for step in range(self.steps)]
 
 
 def _load(ref: Any, at: Any, there: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return plt.load(ref.at[at], mask=there > 0, other=0.0).astype(dtype)
 
 
-def _forward(tiles: _Tiles, function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...]) -> jax.Array:
-    dtype, number = jnp.promote_types(x.dtype, jnp.float32), x.shape[0]
+def _store(ref: Any, at: list[Any], there: jax.Array, steps: tuple[jax.Array, ...]) -> None:
+    for index, value in zip(at, steps, strict=True):
+        plt.store(ref.at[index], value.astype(ref.dtype), mask=there > 0)
+
+
+def _forward(tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...]) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
 
     def kernel(x_ref, parameter_refs, y_ref):
-        (across, columns), (down, rows) = tiles.across_at(pl.program_id(1)), tiles.down_at(pl.program_id(0), number)
-        there = rows[:, None] * columns[None, :]
+        (across, columns), down = tiles.across_at(pl.program_id(1)), tiles.down_at(pl.program_id(0))
+        there, at = down[-1][:, None] * columns[None, :], tiles.at(down, across)
         values = [_load(ref, across, columns, dtype) for ref in parameter_refs]
-        y = function(_load(x_ref, (down, across), there, dtype), columns.astype(dtype), *values)
-        plt.store(y_ref.at[down, across], y.astype(y_ref.dtype), mask=there > 0)
+        steps = tuple(_load(x_ref, index, there, dtype) for index in at)
+        _store(y_ref, at, there, function(steps, columns.astype(dtype), *values))
 
-    out_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return tiles.call(kernel, -(-number // tiles.rows), out_shape, x, parameters)
+    return tiles.call(kernel, tiles.blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x, parameters)
 
 
 def _backward(
-    tiles: _Tiles, function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], dy: jax.Array
+    tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], dy: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    dtype, number = jnp.promote_types(x.dtype, jnp.float32), x.shape[0]
-    blocks = -(-number // tiles.rows)
-    each = -(-blocks // min(PROGRAMS, blocks))
-    programs = -(-blocks // each)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    each = -(-tiles.blocks // min(PROGRAMS, tiles.blocks))
+    programs = -(-tiles.blocks // each)
 
     def kernel(x_ref, parameter_refs, dy_ref, dx_ref, partial_refs):
         program, (across, columns) = pl.program_id(0), tiles.across_at(pl.program_id(1))
-        values = [_load(ref, across, columns, dtype) for ref in parameter_refs]
-        apply = lambda rows, *values: function(rows, columns.astype(dtype), *values)
+        # As large as the rows, so that a gradient is summed over them once, however often its parameter is used.
+        shape = (tiles.rows, tiles.columns)
+        values = [jnp.broadcast_to(_load(ref, across, columns, dtype), shape) for ref in parameter_refs]
+        apply = lambda steps, *values: function(steps, columns.astype(dtype), *values)
+        # With several steps there are few rows: adding them up at the end takes fewer registers than time.
+        late = tiles.steps > 1
 
         def block(i, sums):
             # Programs that run together work on neighbouring rows.
-            down, rows = tiles.down_at(i.astype(jnp.int32) * programs + program, number)
-            there = rows[:, None] * columns[None, :]
-            load = lambda ref: _load(ref, (down, across), there, dtype)
+            down = tiles.down_at(i.astype(jnp.int32) * programs + program)
+            there, at = down[-1][:, None] * columns[None, :], tiles.at(down, across)
+            load = lambda ref: tuple(_load(ref, index, there, dtype) for index in at)
             dx, *grads = jax.vjp(apply, load(x_ref), *values)[1](load(dy_ref))
-            plt.store(dx_ref.at[down, across], dx.astype(dx_ref.dtype), mask=there > 0)
-            return tuple(map(jnp.add, sums, grads))
+            _store(dx_ref, at, there, dx)
+            return tuple(sum_ + (d if late else d.sum(0)) for sum_, d in zip(sums, grads, strict=True))
 
-        sums = jax.lax.fori_loop(0, each, block, tuple(jnp.zeros((tiles.columns,), dtype) for _ in parameters))
-        for ref, total in zip(partial_refs, sums, strict=True):
-            plt.store(ref.at[program, across], total, mask=columns > 0)
+        zero = jnp.zeros(shape if late else shape[1:], dtype)
+        sums = jax.lax.fori_loop(0, each, block, (zero,) * len(parameters))
+        for ref, sum_ in zip(partial_refs, sums, strict=True):
+            plt.store(ref.at[program, across], sum_.sum(0) if late else sum_, mask=columns > 0)
 
     partial = jax.ShapeDtypeStruct((programs, tiles.channels), dtype)
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype), (partial,) * len(parameters))

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from cssm import models
+from cssm.causal import CausalConv
 from cssm.cells import CELLS, core
 from cssm.cells.attention import SplitDense
 from cssm.config import ARCHS, Config
+from cssm.depthwise import DepthwiseConv
 from cssm.optimizers import decays, matrices
 
 
@@ -34,7 +36,13 @@ def mixes(module, leaf):
     """Whether the kernel of a module takes every input channel to every output channel."""
     if isinstance(module, nn.Conv):
         return module.feature_group_count == 1 and leaf.shape[-2] > 1
-    known = {core.CausalConv: False, core.SpectralKernel: False, core.SpectralDense: True, core.ActivatedDense: True}
+    known = {
+        CausalConv: False,
+        DepthwiseConv: False,
+        core.SpectralKernel: False,
+        core.SpectralDense: True,
+        core.ActivatedDense: True,
+    }
     return {nn.Dense: True, SplitDense: True, **known}[type(module)]
 
 

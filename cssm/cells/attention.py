@@ -9,10 +9,12 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import dtypes
 
 from cssm.cells import core
 from cssm.cells.core import CellOptions
+from cssm.depthwise import DepthwiseConv
 from cssm.fused import available
 from cssm.positions import rope
 
@@ -20,7 +22,8 @@ from cssm.positions import rope
 class SplitDense(nn.Module):
     """`parts` arrays of so many features each: what a Dense layer gives to all of them, split.
 
-    A product each: nothing of the size of x is cut, nor joined in the backward pass.
+    A product each: nothing of the size of x is cut, nor joined in the backward pass. order: of the features of each
+    part, which numbers of the size of x need not be moved for.
     """
 
     parts: int
@@ -28,11 +31,13 @@ class SplitDense(nn.Module):
     dtype: jnp.dtype | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> list[jax.Array]:
+    def __call__(self, x: jax.Array, order: np.ndarray | None = None) -> list[jax.Array]:
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.parts * self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.parts * self.features,))
         x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        split = (jnp.split(p, self.parts, axis=-1) for p in (kernel, bias))
+        split = [jnp.split(p, self.parts, axis=-1) for p in (kernel, bias)]
+        if order is not None:
+            split = [[p[..., order] for p in parts] for parts in split]
         return [x @ k + b for k, b in zip(*split, strict=True)]
 
 
@@ -72,7 +77,7 @@ class SelfAttention(nn.Module):
             batch, steps, height, width, _ = shape
             y = jnp.moveaxis(y.reshape(batch, height, width, steps, channels), 3, 1)
         if self.pos_conv:
-            y = y + core.depthwise(channels, 3, self.dtype, "pos_conv")(y)
+            y = y + DepthwiseConv(3, self.dtype, name="pos_conv")(y)
         return nn.Dense(channels, dtype=self.dtype, name="proj")(y)
 
     def _to_tokens(self, x: jax.Array) -> jax.Array:
@@ -105,7 +110,7 @@ class MLP(nn.Module):
         channels = x.shape[-1]
         hidden = core.ActivatedDense(int(self.ratio * channels), self.act, self.dtype, name="up")(x)
         if self.dwconv:
-            hidden = hidden + core.depthwise(hidden.shape[-1], 3, self.dtype, "dwconv")(hidden)
+            hidden = hidden + DepthwiseConv(3, self.dtype, name="dwconv")(hidden)
         return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
 
 

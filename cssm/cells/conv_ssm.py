@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from cssm.cells import core
 from cssm.cells.core import CellOptions
+from cssm.depthwise import DepthwiseConv
 from cssm.positions import rope
 
 
@@ -25,7 +26,7 @@ class ConvSSM(nn.Module):
         o = self.options
         steps = num_steps or x.shape[1]
         rotated = x if o.rope_mode == "none" else rope(x, o.rope_mode, steps)
-        conv = core.depthwise(o.channels, o.kernel_size, o.dtype, "spatial_conv")
+        conv = DepthwiseConv(o.kernel_size, o.dtype, name="spatial_conv")
         drive = nn.Dense(o.channels, dtype=o.dtype, name="B_proj")(rotated) * conv(rotated)
         decay = nn.sigmoid(self.param("A_logit", nn.initializers.constant(2.0), (o.channels,)))
 

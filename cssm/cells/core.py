@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax.linen import dtypes
 
 from cssm import spectral
+from cssm.causal import CausalConv
+from cssm.depthwise import DepthwiseConv
 from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
 from cssm.positions import time_code
 from cssm.scan import Method, linear_scan, repeat_over_time
@@ -121,28 +123,6 @@ class SpectralDense(nn.Module):
         return x @ kernel.reshape(-1, self.features), bias
 
 
-class CausalConv(nn.Module):
-    """Depthwise convolution over a step and the `taps` - 1 before it, zeros before t = 0: [B, T, H, W, C] like x.
-
-    x [B, 1, H, W, C] is shown num_steps times, and of the result the first `taps` steps are returned: those after them
-    are like the last.
-    """
-
-    taps: int
-    dtype: jnp.dtype | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, num_steps: int) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (self.taps, 1, x.shape[-1]))[:, 0]
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        if x.shape[1] == 1:  # the same input at every step: only how many taps it has reached changes
-            reached = jnp.cumsum(kernel[::-1], axis=0)[:num_steps]
-            return reached[:, None, None, :] * x + bias
-        past = jnp.pad(x, ((0, 0), (self.taps - 1, 0), (0, 0), (0, 0), (0, 0)))
-        return spectral.total([kernel[i] * past[:, i : i + num_steps] for i in range(self.taps)]) + bias
-
-
 class LogMagnitudeNorm(nn.Module):
     """Standardise the log magnitude of a spectrum [B, T, F, C] over its frequencies and keep its phases.
 
@@ -220,20 +200,15 @@ def read_out(y_hat: jax.Array, count: int, shape: tuple[int, ...], options: Cell
     return y if bias is None else y + bias
 
 
-def depthwise(channels: int, size: int, dtype: jnp.dtype | None, name: str) -> nn.Conv:
-    """A convolution of size x size over space, each channel by itself, zeros beyond the border."""
-    return nn.Conv(channels, (size, size), feature_group_count=channels, dtype=dtype, name=name)
-
-
 def short_convs(x: jax.Array, options: CellOptions, spatial_size: int, taps: int, num_steps: int) -> jax.Array:
     """Depthwise convolution over space, then the causal one over time; 0 leaves one out. In a compact call.
 
     Of a still image [B, 1, H, W, C] the steps that differ: see CausalConv.
     """
     if spatial_size:
-        x = depthwise(options.channels, spatial_size, options.dtype, "short_conv_spatial")(x)
+        x = DepthwiseConv(spatial_size, options.dtype, name="short_conv_spatial")(x)
     if taps:
-        x = CausalConv(taps, options.dtype, name="short_conv_temporal")(x, num_steps)
+        (x,) = CausalConv(taps, dtype=options.dtype, name="short_conv_temporal")([x], num_steps)
     return x
 
 

@@ -9,10 +9,14 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cssm import spectral
+from cssm.causal import CausalConv
 from cssm.cells import core
+from cssm.cells.attention import SplitDense
 from cssm.cells.core import CellOptions
+from cssm.depthwise import DepthwiseConv
 from cssm.positions import rope
 from cssm.scan import linear_scan
 from cssm.spectral import Packed, Spectrum, add, multiply, scale
@@ -88,33 +92,35 @@ class GatedDeltaNet(nn.Module):
         if self.cross_freq_conv_size:
             y_hat = self._cross_frequencies(y_hat)
         y = spectral.irfft2(y_hat, width, o.backend)
-        y = self._normalise(_exchanged(y, d))
+        y = self._normalise(_by_head(y, d))
         act = nn.silu if self.output_gate_act == "silu" else nn.sigmoid
         y = y * act(nn.Dense(o.channels, dtype=o.dtype, name="gate_proj")(x))
         return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(y)
 
     def _queries_keys_values(self, x: jax.Array, context: jax.Array, steps: int) -> list[jax.Array]:
-        """Three arrays [B, T or 1, H, W, C], in space."""
+        """Three arrays [B, T or 1, H, W, C], in space, channels in the order of `_head_order`."""
         o, size = self.options, self.qkv_conv_size
+        order = _head_order(o.channels, self.delta_key_dim)
         if self.qkv_conv_full:
             qkv = nn.Conv(3 * o.channels, (size, size), dtype=o.dtype, name="qkv_proj")(x)
+            parts = [part[..., order] for part in jnp.split(qkv, 3, axis=-1)]
         else:
-            x_in = core.depthwise(o.channels, size, o.dtype, "qkv_dw")(x) if size > 1 else x
-            qkv = nn.Dense(3 * o.channels, dtype=o.dtype, name="qkv_proj")(x_in)
+            x_in = DepthwiseConv(size, o.dtype, name="qkv_dw")(x) if size > 1 else x
+            parts = SplitDense(3, o.channels, o.dtype, name="qkv_proj")(x_in, order)
         if self.short_conv_size:
-            qkv = nn.silu(core.CausalConv(self.short_conv_size, o.dtype, name="short_conv")(qkv, steps))
-            qkv = core.repeat_over_time(qkv, steps)
-        q, k, v = jnp.split(qkv, 3, axis=-1)
+            parts = CausalConv(self.short_conv_size, nn.silu, o.dtype, name="short_conv")(parts, steps, order)
+            parts = [core.repeat_over_time(part, steps) for part in parts]
+        q, k, v = parts
         if self.use_input_gates:
-            gate_k, gate_v = self._input_gates(x, context)
+            gate_k, gate_v = self._input_gates(x, context, order)
             k, v = nn.sigmoid(gate_k) * k, nn.sigmoid(gate_v) * v
         return [q, k, v]
 
-    def _input_gates(self, x: jax.Array, context: jax.Array) -> list[jax.Array]:
-        """Raw gates of k and v, [B, T or 1, H or 1, W or 1, C or 1]."""
+    def _input_gates(self, x: jax.Array, context: jax.Array, order: np.ndarray) -> list[jax.Array]:
+        """Raw gates of k and v, [B, T or 1, H or 1, W or 1, C or 1]; channels in this order."""
         o, (height, width) = self.options, x.shape[2:4]
         if o.gate_type == "channel":
-            return jnp.split(nn.Dense(2 * o.channels, dtype=o.dtype, name="input_gates")(x), 2, axis=-1)
+            return SplitDense(2, o.channels, o.dtype, name="input_gates")(x, order)
         if o.gate_type == "scalar":
             raw = nn.Dense(2, dtype=o.dtype, name="input_gates")(context)
             return jnp.split(raw[:, :, None, None, :], 2, axis=-1)
@@ -136,8 +142,7 @@ class GatedDeltaNet(nn.Module):
         return {"alpha": 0.1 + 0.89 * nn.sigmoid(alpha), "beta": nn.sigmoid(beta)}
 
     def _to_heads(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, W, C] -> its spectrum, packed, [B, T, 2, F, C]: d spectra of C / d heads side by side."""
-        x = _exchanged(x, x.shape[-1] // self.delta_key_dim)
+        """[B, T, H, W, C], in the order of `_head_order` -> its spectrum, packed, [B, T, 2, F, C]."""
         return core.flatten(spectral.rfft2(x, self.options.backend))
 
     def _cross_frequencies(self, y_hat: jax.Array) -> jax.Array:
@@ -158,9 +163,14 @@ class GatedDeltaNet(nn.Module):
         return nn.RMSNorm(epsilon=EPSILON, dtype=self.options.dtype, name="output_norm")(y)
 
 
-def _exchanged(x: jax.Array, count: int) -> jax.Array:
-    """[..., count m] -> the same channels in the order of [..., m, count]."""
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], count, -1), -1, -2).reshape(x.shape)
+def _head_order(channels: int, d: int) -> np.ndarray:
+    """Of the channels, d for each head: the first of all C / d heads, then the second of all, and so on."""
+    return np.arange(channels).reshape(-1, d).T.reshape(-1)
+
+
+def _by_head(y: jax.Array, d: int) -> jax.Array:
+    """Channels that are in the order of `_head_order` in their own again."""
+    return jnp.swapaxes(y.reshape(*y.shape[:-1], d, -1), -1, -2).reshape(y.shape)
 
 
 def _conjugate(z: Spectrum) -> Spectrum:

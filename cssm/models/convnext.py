@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, LayerScale
-from cssm.cells.core import depthwise, layer_norm
+from cssm.cells.core import layer_norm
+from cssm.depthwise import DepthwiseConv
 from cssm.models import blocks
 from cssm.stages import Stage
 
@@ -53,7 +54,7 @@ class HybridBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        y = layer_norm(self.dtype, "mlp_norm")(depthwise(channels, 7, self.dtype, "conv")(x))
+        y = layer_norm(self.dtype, "mlp_norm")(DepthwiseConv(7, self.dtype, name="conv")(x))
         y = LayerScale(self.layer_scale_init, name="mlp_scale")(MLP(self.mlp_ratio, self.dtype, name="mlp")(y))
         x = x + blocks.DropPath(self.drop_path_rate, self.train, name="mlp_drop")(y)
         y = layer_norm(self.dtype, "mixer_norm")(x)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, SelfAttention
-from cssm.cells.core import depthwise, layer_norm
+from cssm.cells.core import layer_norm
+from cssm.depthwise import DepthwiseConv
 from cssm.models import blocks
 from cssm.stages import Stage
 
@@ -41,7 +42,7 @@ class ConvBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        y = depthwise(channels, 7, self.dtype, "conv")(layer_norm(self.dtype, "conv_norm")(x))
+        y = DepthwiseConv(7, self.dtype, name="conv")(layer_norm(self.dtype, "conv_norm")(x))
         y = nn.Dense(channels, dtype=self.dtype, name="proj")(nn.gelu(y))
         return _with_mlp(self, x + _drop(self, y, "conv"), dwconv=False)
 
@@ -66,7 +67,7 @@ class CellBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
         z = blocks.Norm("global_layer", self.dtype)(self.train, "mixer_norm")(x)
-        z = z + depthwise(channels, 3, self.dtype, "pos_conv")(z)
+        z = z + DepthwiseConv(3, self.dtype, name="pos_conv")(z)
         y = self.mixer(channels, name="mixer")(z, num_steps=self.num_steps, last_only=self.last_only)
         x = x[:, -1:] if self.last_only else x
         return _with_mlp(self, x + _drop(self, self.output_act(y), "mixer"), dwconv=True)
