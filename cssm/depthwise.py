@@ -15,12 +15,10 @@ from jax.experimental.pallas import triton as plt
 
 from cssm.fused import available
 
-# Numbers of a program at a time for each tap of a row of the kernel, by the most taps that have so many: all are held
-# in registers.
-TILES = {7: 1024, 15: 512}
-FEWEST = 256
+# Numbers of a program at a time, in four warps, and how many sums of so many stay in registers: one for each tap.
+TILE, SUMS = 512, 25
 # Programs that share the maps: each leaves a partial sum.
-PROGRAMS = 2048
+PROGRAMS = 4096
 
 
 class DepthwiseConv(nn.Module):
@@ -104,43 +102,53 @@ def kernel_gradient(padded: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def fused_kernel_gradient(padded: jax.Array, dy: jax.Array, interpret: bool | None = None) -> jax.Array:
-    """As kernel_gradient, by one GPU kernel. A program takes a row of taps and some rows of the maps, whose numbers it
-    reads once for all taps of the row. interpret None: where there is no GPU.
+    """As kernel_gradient, by one GPU kernel. interpret None: where there is no GPU.
+
+    A program takes some rows of taps, a strip of columns and a block of channels, and goes down the maps: what one row
+    of pixels has read is near when the next one wants it.
     """
     number, height, width, channels = dy.shape
     size, dtype = padded.shape[1] - height + 1, jnp.promote_types(dy.dtype, jnp.float32)
-    numbers = next((n for most, n in TILES.items() if size <= most), FEWEST)
     block = min(64, 1 << (channels - 1).bit_length())
-    columns = min(numbers // block, 1 << (width - 1).bit_length())
+    columns = min(TILE // block, 1 << (width - 1).bit_length())
     across, blocks = -(-width // columns), -(-channels // block)
-    tiles = number * height * across
-    parts = min(tiles, max(1, PROGRAMS // (size * blocks)))
+    taps = max(1, min(size, SUMS // size))
+    rows = -(-size // taps)
+    strips = number * across
+    parts = min(strips, max(1, PROGRAMS // (rows * blocks)))
 
     def kernel(x_ref, dy_ref, out_ref):
-        part, i, c = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        part, first, c = pl.program_id(0), pl.program_id(1) * taps, pl.program_id(2)
         channel = pl.ds(c * block, block)
         there = c * block + jnp.arange(block) < channels
 
-        def tile(at, sums):
-            # Programs that run together work on neighbouring rows.
-            at = at.astype(jnp.int32) * parts + part
-            n, h, w = at // (height * across), at // across % height, at % across * columns
-            mask = (w + jnp.arange(columns) < width)[:, None] & there[None, :] & (at < tiles)
-            load = lambda ref, row, column: plt.load(
-                ref.at[n, row, pl.ds(column, columns), channel], mask=mask, other=0.0
-            ).astype(dtype)
-            d = load(dy_ref, h, w)
-            return tuple(total + load(x_ref, h + i, w + j) * d for j, total in enumerate(sums))
+        def pixels(at, sums):
+            at = at.astype(jnp.int32)
+            strip, h = at // height * parts + part, at % height
+            n, w = strip // across, strip % across * columns
+            mask = (w + jnp.arange(columns) < width)[:, None] & there[None, :] & (strip < strips)
+
+            def load(ref, row, column, mask):
+                return plt.load(ref.at[n, row, pl.ds(column, columns), channel], mask=mask, other=0.0).astype(dtype)
+
+            d = load(dy_ref, h, w, mask)
+            return tuple(
+                load(x_ref, h + first + i, w + j, mask & (first + i < size)) * d + sums[i * size + j]
+                for i in range(taps)
+                for j in range(size)
+            )
 
         zero = jnp.zeros((columns, block), dtype)
-        sums = jax.lax.fori_loop(0, -(-tiles // parts), tile, (zero,) * size)
-        for j, total in enumerate(sums):
-            plt.store(out_ref.at[part, i, c * 0 + j, channel], total.sum(0), mask=there)
+        sums = jax.lax.fori_loop(0, -(-strips // parts) * height, pixels, (zero,) * (taps * size))
+        for i in range(taps):
+            for j in range(size):
+                mask = there & (first + i < size)
+                plt.store(out_ref.at[part, first + i, c * 0 + j, channel], sums[i * size + j].sum(0), mask=mask)
 
     partial = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((parts, size, size, channels), dtype),
-        grid=(parts, size, blocks),
+        grid=(parts, rows, blocks),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=jax.default_backend() != "gpu" if interpret is None else interpret,
     )(padded, dy)

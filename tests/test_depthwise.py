@@ -72,8 +72,8 @@ def test_the_modules_have_the_parameters_and_values_of_flax():
 @pytest.mark.parametrize("shape,size", [((2, 5, 9, 6), 3), ((1, 4, 3, 70), 4), ((3, 6, 6, 8), 9)])
 def test_the_kernel_of_the_gradient_is_its_formula(monkeypatch, shape, size):
     """Rows, columns and channels that a tile does not fill, several tiles a program, several programs."""
-    monkeypatch.setattr(depthwise, "TILES", {7: 256})
-    monkeypatch.setattr(depthwise, "FEWEST", 64)
+    monkeypatch.setattr(depthwise, "TILE", 256)
+    monkeypatch.setattr(depthwise, "SUMS", 8)
     monkeypatch.setattr(depthwise, "PROGRAMS", 4 * size)
     number, height, width, channels = shape
     with jax.enable_x64(True):
