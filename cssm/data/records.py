@@ -47,10 +47,13 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self._labels if self._rows is None else self._rows)
 
-    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def gather(
+        self, indices: np.ndarray, epoch: int | None = None, out: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """int64 [n] -> copies: images uint8 [n, *image_shape], labels int32 [n]; alike in every epoch."""
         chosen = indices if self._rows is None else self._rows[indices]
-        return self._images[chosen], self._labels[chosen]
+        images = self._images[chosen] if out is None else np.take(self._images, chosen, 0, out)
+        return images, self._labels[chosen]
 
 
 def cached_arrays(
