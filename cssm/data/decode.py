@@ -1,4 +1,4 @@
-"""An image file to uint8 pixels, by Pillow: which way up, in which colours, which part of it, how large."""
+"""An image file, or its pixels, to uint8 pixels by Pillow: which way up, which colours, which part, how large."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ RATIOS = (3 / 4, 4 / 3)
 CROP = 1  # stream of random numbers
 
 
-def photo(file: Path | bytes, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
+def photo(file: Path | memoryview, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
     """uint8 [size, size, 3]: the part box_of(width, height) of an image, antialiased; mirrored: left to right. `file`:
     a path, or what the file holds.
 
@@ -52,9 +52,30 @@ def photo(file: Path | bytes, size: int, box_of: Callable[[int, int], Box], mirr
         if turn in UPRIGHT:
             pixels = pixels.transpose(UPRIGHT[turn])
         box = (left * scale, top * scale, min(right * scale, pixels.width), min(bottom * scale, pixels.height))
-        pixels = pixels.resize((size, size), Image.Resampling.BILINEAR, box)
-        found = np.asarray(pixels)
-    return found[:, ::-1] if mirrored else found
+        return _taken(pixels, size, box, mirrored)
+
+
+def cropped(image: np.ndarray, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
+    """uint8 [H, W, 1 or 3] -> [size, size, 1 or 3]: what `photo` takes of a file that holds these pixels. An image that
+    is taken whole, at its size, is not copied.
+    """
+    height, width, channels = image.shape
+    box = box_of(width, height)
+    if box == (0, 0, width, height) and height == width == size:
+        return _mirrored(image) if mirrored else image
+    pixels = _taken(Image.fromarray(image[..., 0] if channels == 1 else image), size, box, mirrored)
+    return pixels[..., None] if channels == 1 else pixels
+
+
+def _taken(pixels: Image.Image, size: int, box: Box, mirrored: bool) -> np.ndarray:
+    pixels = pixels.resize((size, size), Image.Resampling.BILINEAR, box)
+    return np.asarray(pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else pixels)
+
+
+def _mirrored(image: np.ndarray) -> np.ndarray:
+    """Left to right, pixel by pixel, which takes less than half the time of channel by channel."""
+    whole = np.ascontiguousarray(image).view(f"V{image.shape[-1]}")
+    return np.ascontiguousarray(whole[:, ::-1]).view(np.uint8)
 
 
 def grey(path: Path) -> np.ndarray:
@@ -118,7 +139,7 @@ def view(seed: int, epoch: int | None, index: int, crop_scale: float, flip: bool
     crop_scale of its area, and mirrored in half of the epochs with `flip`; both follow from (seed, epoch, index). The
     largest square in the middle where crop_scale is 1, and for evaluation (epoch None).
     """
-    if epoch is None:
+    if epoch is None or (crop_scale == 1 and not flip):
         return central, False
     key = np.zeros(1, np.uint64)
     for word in (CROP, seed, epoch, index):
@@ -129,7 +150,7 @@ def view(seed: int, epoch: int | None, index: int, crop_scale: float, flip: bool
 
 
 @contextmanager
-def _opened(file: Path | bytes) -> Iterator[Image.Image]:
+def _opened(file: Path | memoryview) -> Iterator[Image.Image]:
     if not (file.stat().st_size if isinstance(file, Path) else file):
         raise ValueError("the file is empty")
     try:
