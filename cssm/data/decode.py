@@ -1,16 +1,16 @@
 """An image file, or its pixels, to uint8 pixels by Pillow: which way up, which colours, which part, how large."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from cssm.data.draw import bits, fold
+from cssm.data.draw import folded
 from cssm.data.examples import UNREADABLE
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -115,19 +115,19 @@ def central(width: int, height: int) -> Box:
     return left, top, left + side, top + side
 
 
-def random_part(width: int, height: int, least: float, numbers: Sequence[float]) -> Box:
+def random_part(width: int, height: int, least: float, number: Callable[[int], float]) -> Box:
     """A part with a share of the area from `least` to 1 and a ratio of sides from 3/4 to 4/3 (Szegedy et al. 2015).
 
-    numbers: DRAWS of them, uniform in [0, 1). Where ten proposals do not fit, the largest part in the middle whose
+    number(i): one of DRAWS, uniform in [0, 1). Where ten proposals do not fit, the largest part in the middle whose
     ratio is allowed.
     """
     low, high = (math.log(ratio) for ratio in RATIOS)
     for i in range(TRIES):
-        area = width * height * (least + (1 - least) * numbers[2 * i])
-        ratio = math.exp(low + (high - low) * numbers[2 * i + 1])
+        area = width * height * (least + (1 - least) * number(2 * i))
+        ratio = math.exp(low + (high - low) * number(2 * i + 1))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = int(numbers[-2] * (width - w + 1)), int(numbers[-1] * (height - h + 1))
+            left, top = int(number(DRAWS - 2) * (width - w + 1)), int(number(DRAWS - 1) * (height - h + 1))
             return left, top, left + w, top + h
     w, h = min(width, round(height * RATIOS[1])), min(height, round(width / RATIOS[0]))
     left, top = (width - w) // 2, (height - h) // 2
@@ -141,12 +141,19 @@ def view(seed: int, epoch: int | None, index: int, crop_scale: float, flip: bool
     """
     if epoch is None or (crop_scale == 1 and not flip):
         return central, False
-    key = np.zeros(1, np.uint64)
-    for word in (CROP, seed, epoch, index):
-        key = fold(key, word)
-    numbers = (bits(key, 0, 1 + DRAWS)[0] >> np.uint64(11)) * 2.0**-53  # in [0, 1)
-    part = partial(random_part, least=crop_scale, numbers=numbers[1:].tolist()) if crop_scale < 1 else central
-    return part, flip and bool(numbers[0] < 0.5)
+    key = folded(_of_epoch(seed, epoch), index, 0)
+    part = partial(random_part, least=crop_scale, number=partial(_number, key)) if crop_scale < 1 else central
+    return part, flip and _number(key, -1) < 0.5
+
+
+@lru_cache(maxsize=16)
+def _of_epoch(seed: int, epoch: int) -> int:
+    return folded(0, CROP, seed, epoch)
+
+
+def _number(key: int, i: int) -> float:
+    """One of the numbers of an example, in [0, 1): -1 decides on the mirror, those from 0 on make its part."""
+    return (folded(key, 1 + i) >> 11) * 2.0**-53
 
 
 @contextmanager
