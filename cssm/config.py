@@ -23,7 +23,7 @@ from cssm.settings import (
     ParallelSettings,
     RunningSettings,
 )
-from cssm.settings.data import GENERATED
+from cssm.settings.data import FOLDERS, GENERATED
 from cssm.settings.family import ARCHS, CELLS_NAMES
 from cssm.settings.inference import FORMATS
 
@@ -211,9 +211,12 @@ def _with_target(command: flags.Command) -> flags.Command:
     if len(command.paths) != 1 or "dataset" in command.typed:
         raise UserError(f"prepare takes one data set, without --dataset: {how}")
     name = KNOBS["dataset"].coerce(command.paths[0], "prepare")
-    if choice_of(name) not in (*GENERATED, "tfds:NAME"):
+    if choice_of(name) not in (*GENERATED, *FOLDERS, "tfds:NAME"):
+        known_ones = ", ".join((*GENERATED, *FOLDERS))
+        raise UserError(f"prepare {name}: can prepare {known_ones} and tfds:NAME, others are read as they are")
+    if name in FOLDERS and not {"data_dir", "output"} <= command.typed.keys():
         raise UserError(
-            f"prepare {name}: can prepare {', '.join(GENERATED)} and tfds:NAME, others are read as they are"
+            f"prepare {name}: it needs the images and a folder to write to: type --data_dir IMAGES --output FOLDER"
         )
     if "data_dir" not in command.typed:
         raise UserError(f"prepare {name}: it needs a folder to write to: type --data_dir FOLDER")

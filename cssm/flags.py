@@ -189,6 +189,7 @@ def help_text(knobs: Knobs, verbs: Sequence[str]) -> str:
         "Train CSSM vision models, on every visible device unless told otherwise. No verb means train;",
         "devices shows and tests what there is; compare RUN RUN ... puts runs side by side; bench times steps;",
         "prepare NAME --data_dir FOLDER writes a data set as files: pathfinder, cabc, pathtracker, tfds:NAME;",
+        "prepare folder --data_dir IMAGES --output FOLDER decodes photographs once, for faster training;",
         "eval, predict --input FILES|FOLDER|X.npz and export take a trained model by --checkpoint RUN.",
         "A typed flag wins over --config, which wins over the preset and the defaults; of a repeated flag",
         "the last wins. Hyphens may stand for underscores. A switch such as --remat is off as --no_remat.",

@@ -1,9 +1,9 @@
-"""The verb prepare: a generated data set, or one of TensorFlow Datasets, as files. No jax, and no device."""
+"""The verb prepare: a generated data set, one of TensorFlow Datasets, or photographs, as files. No jax, no device."""
 
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,36 +14,55 @@ from cssm.config import KNOBS, Config, UserError
 from cssm.data.downloaded import download
 from cssm.data.generated import Generated, generated
 from cssm.data.prepared import parts
+from cssm.data.raw import SIZE, set_name, write_folder
 from cssm.data.records import no_room
 from cssm.data.written import write_array_record, write_published
 from cssm.report import Reporter
+from cssm.settings.data import FOLDERS
 
-# Settings of prepare that concern what is generated alone
-_GENERATING = ("image_size", "num_workers", "max_train_examples", "max_eval_examples", "format")
+# Settings of prepare that each kind of data set does not have
+_MAKING = ("image_size", "num_workers", "max_train_examples", "max_eval_examples")
+_STRAY = {
+    "generated": ("output", "max_bad_examples"),
+    "downloaded": (*_MAKING, "format", "output", "max_bad_examples"),
+    "in folders": ("format",),
+}
 
 
 def prepare(config: Config, typed: Mapping[str, Any], stream: IO[str] | None = None) -> None:
-    """Write config.dataset below config.data_dir and tell how to train on it, on stdout or as an event on the stream.
+    """Write config.dataset below config.data_dir, or photographs that lie there below config.output, and tell how to
+    train on it, on stdout or as an event on the stream.
 
     typed: what was given. UserError for a data set that cannot be prepared, with exit code 6 where the disk is full or
     not writable; then nothing is left that looks complete.
     """
     assert config.data_dir is not None, "the command line wants one"
-    start = time.monotonic()
+    kind, write, flag = _kind(config)
+    if stray := [name for name in _STRAY[kind] if name in typed]:
+        raise UserError(f"--{stray[0]} is not for data sets that are {kind}, as {config.dataset} is: leave it out")
+    start, place = time.monotonic(), config.output or config.data_dir
     with Reporter(None, headless_stream=stream, quiet=config.quiet) as report, _cleared_up():
         try:
-            facts = (_downloaded if config.source == "tfds:NAME" else _generated)(config, typed, report)
+            facts = write(config, typed, report)
         except OSError as error:
             if (why := no_room(error)) is None:
                 raise
             raise UserError(
-                f"cannot write {config.dataset} to {config.data_dir}: {why}; make room, or type another --data_dir",
-                exit_code=6,
+                f"cannot write {config.dataset} to {place}: {why}; make room, or type another {flag}", exit_code=6
             ) from error
         report.event("prepare", dataset=config.dataset, **facts, seconds=time.monotonic() - start)
         counts = ", ".join(f"{n:,} {split}" for split, n in facts["examples"].items())
         report.line(f"{facts['folder']}: {counts}{', as it was before' if facts['there'] else ''}")
         report.line(f"train on it: {facts['command']}")
+
+
+def _kind(config: Config) -> tuple[str, Callable[[Config, Mapping[str, Any], Reporter], dict[str, Any]], str]:
+    """What sort of data set it is, what writes it, and the flag that says where to."""
+    if config.source == "tfds:NAME":
+        return "downloaded", _downloaded, "--data_dir"
+    if config.dataset in FOLDERS:
+        return "in folders", _folder, "--output"
+    return "generated", _generated, "--data_dir"
 
 
 @contextmanager
@@ -73,7 +92,7 @@ def _generated(config: Config, typed: Mapping[str, Any], report: Reporter) -> di
         "folder": str(folder),
         "examples": examples,
         "there": False,
-        "command": _command(_flags_of(chosen, config), config),
+        "command": _command([*_flags_of(chosen, config), "--data_dir", str(config.data_dir)]),
     }
 
 
@@ -91,8 +110,6 @@ def _at_most(n: int, split: str, config: Config) -> int:
 
 
 def _downloaded(config: Config, typed: Mapping[str, Any], report: Reporter) -> dict[str, Any]:
-    if stray := [name for name in _GENERATING if name in typed]:
-        raise UserError(f"--{stray[0]} is for data sets that are generated, and {config.dataset} is not: leave it out")
     parts(config.dataset)
     with report.busy(f"preparing {config.dataset}"):
         folder, examples, there = download(config)
@@ -100,9 +117,25 @@ def _downloaded(config: Config, typed: Mapping[str, Any], report: Reporter) -> d
         "folder": str(folder),
         "examples": examples,
         "there": there,
-        "command": _command(["--dataset", config.dataset], config),
+        "command": _command(["--dataset", config.dataset, "--data_dir", str(config.data_dir)]),
     }
 
 
-def _command(flags: list[str], config: Config) -> str:
-    return shlex.join(["python", "main.py", *flags, "--data_dir", str(config.data_dir)])
+def _folder(config: Config, typed: Mapping[str, Any], report: Reporter) -> dict[str, Any]:
+    assert config.output is not None and config.data_dir is not None, "the command line wants both"
+    size = config.image_size if "image_size" in typed else SIZE
+    assert size is not None, "it is checked as it is typed"
+    with report.busy(f"decoding {config.data_dir}") as progress:
+        folder, examples, bad = write_folder(config, size, Path(config.output).absolute(), progress)
+    # As training on the folder sees them by default
+    usual = replace(config, image_size=None)
+    assert usual.image_size is not None, "the recipe has one"
+    flags = ["--dataset", f"tfds:{set_name(Path(config.data_dir))}/{size}", "--data_dir", config.output]
+    flags += ["--image_size", str(usual.image_size)] if usual.image_size < size else []
+    flags += ["--crop_scale", str(usual.crop_scale), *(["--flip"] if usual.flip else [])]
+    facts = {"folder": str(folder), "examples": examples, "there": False, "command": _command(flags)}
+    return facts | {"bad_examples": bad}
+
+
+def _command(flags: list[str]) -> str:
+    return shlex.join(["python", "main.py", *flags])

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cssm.data.decode import DRAWS, UPRIGHT, central, grey, photo, random_part, resized
+from cssm.data.decode import DRAWS, UPRIGHT, central, cropped, grey, photo, random_part, resized, view
+from cssm.data.draw import bits, fold
 from cssm.data.examples import UNREADABLE
 
 rng = np.random.default_rng(0)
@@ -135,7 +136,7 @@ def test_grey_images_have_one_channel_and_no_colours(tmp_path):
 def test_random_parts_lie_inside_and_have_the_area_and_the_ratio_asked_for(width, height, least):
     shares, ratios = [], []
     for _ in range(300):
-        left, top, right, bottom = random_part(width, height, least, rng.random(DRAWS).tolist())
+        left, top, right, bottom = random_part(width, height, least, rng.random(DRAWS).tolist().__getitem__)
         assert 0 <= left < right <= width and 0 <= top < bottom <= height
         shares.append((right - left) * (bottom - top) / (width * height))
         ratios.append((right - left) / (bottom - top))
@@ -148,3 +149,30 @@ def test_random_parts_lie_inside_and_have_the_area_and_the_ratio_asked_for(width
 def test_the_centre():
     assert central(640, 480) == (80, 0, 560, 480)
     assert central(3, 6) == (0, 1, 3, 4)
+
+
+@pytest.mark.parametrize("seed, epoch, index", [(0, 0, 0), (3, 7, 1_234_567), (2**31, 89, 5)])
+def test_a_view_takes_the_numbers_of_its_seed_epoch_and_index(seed, epoch, index):
+    key = np.zeros(1, np.uint64)
+    for word in (1, seed, epoch, index):
+        key = fold(key, word)
+    numbers = ((bits(key, 0, 1 + DRAWS)[0] >> np.uint64(11)) * 2.0**-53).tolist()
+    part, mirrored = view(seed, epoch, index, 0.08, flip=True)
+    assert mirrored == (numbers[0] < 0.5)
+    assert part(1000, 10) == random_part(1000, 10, 0.08, numbers[1:].__getitem__), "after many tries"
+    assert part(640, 480) == random_part(640, 480, 0.08, numbers[1:].__getitem__)
+    assert view(seed, epoch, index, 1.0, flip=True) == (central, mirrored)
+    assert view(seed, None, index, 0.08, flip=True) == view(seed, epoch, index, 1.0, flip=False) == (central, False)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_are_cropped_as_those_of_a_file(tmp_path, channels):
+    image = rng.integers(0, 256, (31, 40, channels), np.uint8)
+    path = write(tmp_path / "a.png", image if channels == 3 else image[..., 0])
+    for size in (8, 31, 50):
+        for box in ((0, 0, 40, 31), (9, 0, 40, 31), (3, 2, 20, 30)):
+            for mirrored in (False, True):
+                found = cropped(image, size, lambda w, h, box=box: box if (w, h) == (40, 31) else None, mirrored)
+                expected = photo(path, size, lambda w, h, box=box: box, mirrored)
+                np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
+                assert found.shape == (size, size, channels)

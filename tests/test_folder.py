@@ -206,7 +206,7 @@ def test_the_ids_of_an_epoch_are_exact_on_any_number_of_processes_and_after_a_re
         def __len__(self):
             return self.n
 
-        def gather(self, indices, epoch=None):
+        def gather(self, indices, epoch=None, out=None):
             return np.full((len(indices), 1), epoch, np.uint8), indices.astype(np.int32)
 
     for n in range(1, 51):

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "cssm": "config inference training",
     "inference": "cells checkpoint config data fused models report rules runs settings step parallel",
     "cli": "bench cssm compare config memory prepare report training hardware inference parallel",
-    "prepare": "config data report",
+    "prepare": "config data report settings",
     "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
     "input_rate": "apart config data",
     "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",

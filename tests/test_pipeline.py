@@ -28,9 +28,11 @@ class Numbered:
     def __len__(self) -> int:
         return self.n
 
-    def gather(self, indices, epoch=None):
+    def gather(self, indices, epoch=None, out=None):
         assert np.all((indices >= 0) & (indices < self.n))
-        return (indices % 256).astype(np.uint8).reshape(-1, 1, 1, 1), indices.astype(np.int32)
+        images = np.empty((len(indices), 1, 1, 1), np.uint8) if out is None else out
+        images[:, 0, 0, 0] = indices % 256
+        return images, indices.astype(np.int32)
 
 
 def labels(batches) -> list[list[int]]:
@@ -146,7 +148,7 @@ def test_batches_are_made_ahead_and_closing_ends_the_threads():
     class Watched(Numbered):
         calls = 0
 
-        def gather(self, indices, epoch=None):
+        def gather(self, indices, epoch=None, out=None):
             self.calls += 1
             if self.calls == 2:
                 second.set()
@@ -175,7 +177,7 @@ def test_a_slow_source_is_at_work_while_a_batch_is_used(workers, prefetch):
     source, gathered = Numbered(40), threading.Condition()
     done, plain = [], source.gather
 
-    def gather(indices, epoch=None):
+    def gather(indices, epoch=None, out=None):
         with gathered:
             done.append(indices.tolist())
             gathered.notify_all()
@@ -220,7 +222,7 @@ def test_every_epoch_is_exact_for_all_sizes_also_after_an_interruption(processes
 
 def test_an_error_while_loading_reaches_the_reader():
     class Broken(Numbered):
-        def gather(self, indices, epoch=None):
+        def gather(self, indices, epoch=None, out=None):
             if 7 in indices:
                 raise OSError("unreadable")
             return super().gather(indices)
@@ -246,24 +248,31 @@ def test_limits_keep_the_first_examples():
 
 @pytest.mark.parametrize("decodes, pieces", [(False, [8]), (True, [2, 3, 3])])
 def test_threads_share_a_batch_only_where_it_is_work(decodes, pieces):
-    sizes = []
+    sizes, given = [], []
 
     class Watched(Numbered):
-        def gather(self, indices, epoch=None):
+        def gather(self, indices, epoch=None, out=None):
             sizes.append(len(indices))
-            return super().gather(indices)
+            given.append(out)
+            return super().gather(indices, epoch, out)
 
     source = Watched(8)
     source.decodes = decodes
-    assert labels(train_batches(source, 8, 1, 1, 1, workers=3)) == [step_indices(8, 8, 1, 1).tolist()]
+    (batch,) = train_batches(source, 8, 1, 1, 1, workers=3)
+    assert batch["label"].tolist() == step_indices(8, 8, 1, 1).tolist()
+    np.testing.assert_array_equal(batch["image"][:, 0, 0, 0], batch["label"])
     assert sorted(sizes) == pieces
+    # Each thread fills its part of one array, and nobody joins them.
+    filled = [out for out in given if out is not None]
+    assert len(filled) == (len(pieces) if decodes else 0)
+    assert all(np.may_share_memory(out, batch["image"]) for out in filled)
 
 
 def test_sources_are_told_the_epoch_in_training_only():
     epochs = []
 
     class Watched(Numbered):
-        def gather(self, indices, epoch=None):
+        def gather(self, indices, epoch=None, out=None):
             epochs.append(epoch)
             return super().gather(indices)
 

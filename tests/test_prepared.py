@@ -260,3 +260,83 @@ def test_grey_and_coloured_are_told_by_the_feature(tmp_path):
     assert images.shape[1:] == (3, 3, 3) and (images[..., :1] == images).all()
     plane = Image.fromarray(STILLS[0, ..., 0]).resize((3, 3), Image.Resampling.BILINEAR)
     assert any((image[..., 0] == np.asarray(plane)).all() for image in images)
+
+
+def raw(shape, encoding="bytes"):
+    return {"image": tfds.features.Tensor(shape=shape, dtype=np.uint8, encoding=encoding), "label": label}
+
+
+def pixels(images):
+    return [
+        {"image": image, "label": label} for image, label in zip(images, LABELS[: len(images)].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("encoding", ["bytes", "zlib"])
+def test_stills_stored_as_pixels_are_read_as_the_same_ones_in_files(tmp_path, channels, encoding):
+    stills = rng.integers(0, 256, (12, 10, 10, channels), np.uint8)
+    toy(tmp_path / "raw", {"train": pixels(stills)}, raw((10, 10, channels), encoding))
+    toy(
+        tmp_path / "png",
+        {"train": examples(stills, LABELS[:12])},
+        raw((1, 1, 1)) | {"image": tfds.features.Image(shape=(10, 10, channels))},
+    )
+    ways = [{}, {"flip": True}, {"crop_scale": 0.2}, {"crop_scale": 0.2, "flip": True, "image_size": 7}]
+    for settings in (*ways, {"image_size": 14}, {"image_size": 4, "flip": True}):
+        found, others = (config(tmp_path / kind, **settings) for kind in ("raw", "png"))
+        assert data.outline(found).image_shape == data.outline(others).image_shape
+        for split, (images, labels) in everything(found).items():
+            assert images.shape[-1] == channels
+            np.testing.assert_array_equal(images, everything(others)[split][0])
+            np.testing.assert_array_equal(labels, everything(others)[split][1])
+        for epoch in (0, 3):
+            one, other = (data.load(each, "train") for each in (found, others))
+            views = one.gather(np.arange(len(one)), epoch)[0]
+            np.testing.assert_array_equal(views, other.gather(np.arange(len(one)), epoch)[0])
+            changed = (views != everything(found)["train"][0]).any()
+            assert changed == bool(settings.get("flip") or settings.get("crop_scale")), "of those asked for"
+
+
+def test_what_is_taken_as_it_is_never_meets_pillow(tmp_path, monkeypatch):
+    toy(tmp_path, {"train": pixels(STILLS)}, raw((6, 6, 1)))
+    monkeypatch.setattr(decode, "Image", None)
+    source = data.load(config(tmp_path, flip=True), "train")
+    flipped, plain = source.gather(np.arange(20), 0)[0], source.gather(np.arange(20))[0]
+    assert {still.tobytes() for still in plain} <= {still.tobytes() for still in STILLS}
+    same = (flipped == plain).all((1, 2, 3))
+    assert 3 < same.sum() < 17
+    np.testing.assert_array_equal(flipped[~same], plain[~same][:, :, ::-1])
+
+
+def test_pixels_of_different_sizes_are_treated_as_photographs(tmp_path):
+    toy(tmp_path / "raw", {"train": pixels(PHOTOS)}, raw((None, None, 3), "zlib"))
+    toy(tmp_path / "png", {"train": examples(PHOTOS, LABELS[:12])})
+    found, others = (config(tmp_path / kind, image_size=9) for kind in ("raw", "png"))
+    assert data.outline(config(tmp_path / "raw")).image_shape == (224, 224, 3)
+    for split in SPLITS:
+        np.testing.assert_array_equal(everything(found)[split][0], everything(others)[split][0])
+    one, other = (data.load(each, "train").gather(np.arange(9), 1)[0] for each in (found, others))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("how", ["short", "packed", "shape"])
+def test_pixels_that_are_not_of_their_shape_are_named(tmp_path, how):
+    toy(tmp_path, {"train": pixels(STILLS[:9])}, raw((6, 6, 1)))
+    (path,) = tmp_path.glob("toy/1.0.0/features.json")
+    change = {"short": ('"6"', '"7"'), "packed": ('"bytes"', '"zlib"'), "shape": ('"1"', '"3"')}[how]
+    text = path.read_text()
+    assert change[0] in text
+    path.write_text(text.replace(*change))
+    prepared._read.cache_clear()
+    assert re.search(r"example \d of train in .* cannot be read \(.+\): repair or remove", refusal(config(tmp_path)))
+
+
+@pytest.mark.parametrize("shape, encoding", [((6, 6, 2), "bytes"), ((6, 6, 1), "none"), ((36, 1), "bytes")])
+def test_other_tensors_are_no_images(tmp_path, shape, encoding):
+    rows = [
+        {"image": image.reshape(36, 1) if len(shape) == 2 else np.repeat(image, shape[-1], -1), "label": 0}
+        for image in STILLS[:9]
+    ]
+    toy(tmp_path, {"train": rows}, raw(shape, encoding))
+    assert "none of Image of uint8 among its features, which are image (Tensor)" in refusal(config(tmp_path))

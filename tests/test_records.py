@@ -96,6 +96,9 @@ def test_a_source_gathers_copies():
     np.testing.assert_array_equal(picked_labels, [1, 0, 1])
     picked[:] = 99
     assert images.max() == 8
+    out = np.zeros((3, *picked.shape[1:]), np.uint8)
+    assert source.gather(np.array([8, 0, 8]), out=out)[0] is out
+    np.testing.assert_array_equal(out, source.gather(np.array([8, 0, 8]))[0])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no labels", "no index", "another size"])

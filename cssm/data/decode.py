@@ -1,16 +1,16 @@
-"""An image file to uint8 pixels, by Pillow: which way up, in which colours, which part of it, how large."""
+"""An image file, or its pixels, to uint8 pixels by Pillow: which way up, which colours, which part, how large."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from cssm.data.draw import bits, fold
+from cssm.data.draw import folded
 from cssm.data.examples import UNREADABLE
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -32,7 +32,7 @@ RATIOS = (3 / 4, 4 / 3)
 CROP = 1  # stream of random numbers
 
 
-def photo(file: Path | bytes, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
+def photo(file: Path | memoryview, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
     """uint8 [size, size, 3]: the part box_of(width, height) of an image, antialiased; mirrored: left to right. `file`:
     a path, or what the file holds.
 
@@ -52,9 +52,30 @@ def photo(file: Path | bytes, size: int, box_of: Callable[[int, int], Box], mirr
         if turn in UPRIGHT:
             pixels = pixels.transpose(UPRIGHT[turn])
         box = (left * scale, top * scale, min(right * scale, pixels.width), min(bottom * scale, pixels.height))
-        pixels = pixels.resize((size, size), Image.Resampling.BILINEAR, box)
-        found = np.asarray(pixels)
-    return found[:, ::-1] if mirrored else found
+        return _taken(pixels, size, box, mirrored)
+
+
+def cropped(image: np.ndarray, size: int, box_of: Callable[[int, int], Box], mirrored: bool = False) -> np.ndarray:
+    """uint8 [H, W, 1 or 3] -> [size, size, 1 or 3]: what `photo` takes of a file that holds these pixels. An image that
+    is taken whole, at its size, is not copied.
+    """
+    height, width, channels = image.shape
+    box = box_of(width, height)
+    if box == (0, 0, width, height) and height == width == size:
+        return _mirrored(image) if mirrored else image
+    pixels = _taken(Image.fromarray(image[..., 0] if channels == 1 else image), size, box, mirrored)
+    return pixels[..., None] if channels == 1 else pixels
+
+
+def _taken(pixels: Image.Image, size: int, box: Box, mirrored: bool) -> np.ndarray:
+    pixels = pixels.resize((size, size), Image.Resampling.BILINEAR, box)
+    return np.asarray(pixels.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else pixels)
+
+
+def _mirrored(image: np.ndarray) -> np.ndarray:
+    """Left to right, pixel by pixel, which takes less than half the time of channel by channel."""
+    whole = np.ascontiguousarray(image).view(f"V{image.shape[-1]}")
+    return np.ascontiguousarray(whole[:, ::-1]).view(np.uint8)
 
 
 def grey(path: Path) -> np.ndarray:
@@ -94,19 +115,19 @@ def central(width: int, height: int) -> Box:
     return left, top, left + side, top + side
 
 
-def random_part(width: int, height: int, least: float, numbers: Sequence[float]) -> Box:
+def random_part(width: int, height: int, least: float, number: Callable[[int], float]) -> Box:
     """A part with a share of the area from `least` to 1 and a ratio of sides from 3/4 to 4/3 (Szegedy et al. 2015).
 
-    numbers: DRAWS of them, uniform in [0, 1). Where ten proposals do not fit, the largest part in the middle whose
+    number(i): one of DRAWS, uniform in [0, 1). Where ten proposals do not fit, the largest part in the middle whose
     ratio is allowed.
     """
     low, high = (math.log(ratio) for ratio in RATIOS)
     for i in range(TRIES):
-        area = width * height * (least + (1 - least) * numbers[2 * i])
-        ratio = math.exp(low + (high - low) * numbers[2 * i + 1])
+        area = width * height * (least + (1 - least) * number(2 * i))
+        ratio = math.exp(low + (high - low) * number(2 * i + 1))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = int(numbers[-2] * (width - w + 1)), int(numbers[-1] * (height - h + 1))
+            left, top = int(number(DRAWS - 2) * (width - w + 1)), int(number(DRAWS - 1) * (height - h + 1))
             return left, top, left + w, top + h
     w, h = min(width, round(height * RATIOS[1])), min(height, round(width / RATIOS[0]))
     left, top = (width - w) // 2, (height - h) // 2
@@ -118,18 +139,25 @@ def view(seed: int, epoch: int | None, index: int, crop_scale: float, flip: bool
     crop_scale of its area, and mirrored in half of the epochs with `flip`; both follow from (seed, epoch, index). The
     largest square in the middle where crop_scale is 1, and for evaluation (epoch None).
     """
-    if epoch is None:
+    if epoch is None or (crop_scale == 1 and not flip):
         return central, False
-    key = np.zeros(1, np.uint64)
-    for word in (CROP, seed, epoch, index):
-        key = fold(key, word)
-    numbers = (bits(key, 0, 1 + DRAWS)[0] >> np.uint64(11)) * 2.0**-53  # in [0, 1)
-    part = partial(random_part, least=crop_scale, numbers=numbers[1:].tolist()) if crop_scale < 1 else central
-    return part, flip and bool(numbers[0] < 0.5)
+    key = folded(_of_epoch(seed, epoch), index, 0)
+    part = partial(random_part, least=crop_scale, number=partial(_number, key)) if crop_scale < 1 else central
+    return part, flip and _number(key, -1) < 0.5
+
+
+@lru_cache(maxsize=16)
+def _of_epoch(seed: int, epoch: int) -> int:
+    return folded(0, CROP, seed, epoch)
+
+
+def _number(key: int, i: int) -> float:
+    """One of the numbers of an example, in [0, 1): -1 decides on the mirror, those from 0 on make its part."""
+    return (folded(key, 1 + i) >> 11) * 2.0**-53
 
 
 @contextmanager
-def _opened(file: Path | bytes) -> Iterator[Image.Image]:
+def _opened(file: Path | memoryview) -> Iterator[Image.Image]:
     if not (file.stat().st_size if isinstance(file, Path) else file):
         raise ValueError("the file is empty")
     try:

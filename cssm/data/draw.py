@@ -19,15 +19,14 @@ SIN = np.roll(COS, 90)
 HALF = 1 << (TRIG_BITS - 1)
 TURN_BITS = 12
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN, _64_BITS = 0x9E3779B97F4A7C15, 2**64 - 1
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): uint64 -> uint64, a bijection."""
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))
 
 
@@ -35,6 +34,20 @@ def fold(keys: np.ndarray, word: int | np.ndarray) -> np.ndarray:
     """Keys of the sub-streams called `word`: uint64 [...], and an int below 2**64 or an array of them."""
     words = np.atleast_1d(np.asarray(word, np.uint64))  # arrays wrap silently where scalars warn
     return mix(keys ^ mix((words + np.uint64(1)) * np.uint64(_GOLDEN)))
+
+
+def folded(key: int, *words: int) -> int:
+    """One key folded with some words, one after another, in integers of Python: faster than arrays of one element."""
+    for word in words:
+        key = _mixed(key ^ _mixed((word + 1) * _GOLDEN))
+    return key
+
+
+def _mixed(x: int) -> int:
+    x &= _64_BITS
+    x = (x ^ (x >> 30)) * _MIX_1 & _64_BITS
+    x = (x ^ (x >> 27)) * _MIX_2 & _64_BITS
+    return x ^ (x >> 31)
 
 
 def bits(keys: np.ndarray, stream: int, count: int) -> np.ndarray:

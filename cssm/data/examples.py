@@ -73,14 +73,17 @@ class FileSource:
     def __len__(self) -> int:
         return self._n
 
-    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """See Source."""
-        found = [self._example(int(index), epoch) for index in indices]
-        rows = [row for row in found if row is not None]
-        images = np.empty((len(rows), *self.image_shape), np.uint8)
-        for i, (image, _) in enumerate(rows):
-            images[i] = image
-        return images, np.array([label for _, label in rows], np.int32)
+    def gather(
+        self, indices: np.ndarray, epoch: int | None = None, out: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See Source. Each image is put in its place as soon as it is there, so that no two are held at once."""
+        images = np.empty((len(indices), *self.image_shape), np.uint8) if out is None else out
+        labels = []
+        for index in indices:
+            if (found := self._example(int(index), epoch)) is not None:
+                images[len(labels)], label = found
+                labels.append(label)
+        return images[: len(labels)], np.array(labels, np.int32)
 
     def _example(self, index: int, epoch: int | None) -> tuple[np.ndarray, int] | None:
         for further in range(1 if epoch is None else self._n):

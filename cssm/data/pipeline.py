@@ -16,7 +16,7 @@ import numpy as np
 from cssm.config import UserError
 
 Batch = dict[str, np.ndarray]
-Piece = Callable[[], Batch]
+Gathered = tuple[np.ndarray, np.ndarray]  # images, labels
 
 
 class Source(Protocol):
@@ -37,11 +37,12 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def gather(self, indices: np.ndarray, epoch: int | None = None, out: np.ndarray | None = None) -> Gathered:
         """int64 [n] -> images uint8 [n, *image_shape], labels int32 [n].
 
         epoch, from 0: of training, which random crops follow; an example that cannot be read is replaced. None: the
-        images as they are, without those, so that they may be fewer.
+        images as they are, without those, so that they may be fewer. out: where the images are put, of the same shape
+        (what is returned is its beginning); None: in a new array.
         """
         ...
 
@@ -75,8 +76,8 @@ class First:
     def __len__(self) -> int:
         return self.n
 
-    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        return self.source.gather(indices, epoch)
+    def gather(self, indices: np.ndarray, epoch: int | None = None, out: np.ndarray | None = None) -> Gathered:
+        return self.source.gather(indices, epoch, out)
 
 
 class Some(First):
@@ -86,8 +87,8 @@ class Some(First):
         super().__init__(source, n)
         self.rows = shuffled(len(source), seed)[:n]
 
-    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        return self.source.gather(self.rows[indices], epoch)
+    def gather(self, indices: np.ndarray, epoch: int | None = None, out: np.ndarray | None = None) -> Gathered:
+        return self.source.gather(self.rows[indices], epoch, out)
 
 
 def steps_per_epoch(n: int, batch: int) -> int:
@@ -143,10 +144,10 @@ def train_batches(
     n = len(source)
     per_epoch = steps_per_epoch(n, batch)
 
-    def pieces(step: int) -> list[Piece]:
-        return _pieces(source, step_indices(n, batch, seed, step)[rows], (step - 1) // per_epoch, workers)
+    def making(step: int) -> _Making:
+        return _Making(source, step_indices(n, batch, seed, step)[rows], (step - 1) // per_epoch, workers)
 
-    return _ahead(pieces, range(first_step, last_step + 1), workers, prefetch)
+    return _ahead(making, range(first_step, last_step + 1), workers, prefetch)
 
 
 def eval_batches(
@@ -166,11 +167,11 @@ def eval_batches(
     rows = _rows_of(batch, process_index, process_count)
     n = len(source)
 
-    def pieces(start: int) -> list[Piece]:
+    def making(start: int) -> _Making:
         indices = np.arange(start, start + batch)[rows]
-        return _pieces(source, indices[indices < n], None, workers)
+        return _Making(source, indices[indices < n], None, workers)
 
-    return _ahead(pieces, range(0, n, batch), workers, prefetch)
+    return _ahead(making, range(0, n, batch), workers, prefetch)
 
 
 def _rows_of(batch: int, process_index: int, process_count: int) -> slice:
@@ -184,36 +185,53 @@ def _rows_of(batch: int, process_index: int, process_count: int) -> slice:
     return slice(process_index * size, (process_index + 1) * size)
 
 
-def _pieces(source: Source, indices: np.ndarray, epoch: int | None, workers: int) -> list[Piece]:
-    """The examples of a batch, in as many pieces as there are threads to decode them."""
-    count = max(1, min(workers, len(indices))) if source.decodes else 1
-    return [partial(_gather, source, part, epoch) for part in np.array_split(indices, count)]
+class _Making:
+    """A batch in as many pieces as there are threads to decode its examples, each of which fills a part of one array.
+
+    pieces: to be called, in any order, from any thread.
+    """
+
+    def __init__(self, source: Source, indices: np.ndarray, epoch: int | None, workers: int) -> None:
+        count = max(1, min(workers, len(indices))) if source.decodes else 1
+        self._images = np.empty((len(indices), *source.image_shape), np.uint8) if count > 1 else None
+        parts = np.array_split(indices, count)
+        places = [None] * count if self._images is None else np.array_split(self._images, count)
+        self.pieces: list[Callable[[], Gathered]] = [
+            partial(source.gather, part, epoch, place) for part, place in zip(parts, places, strict=True)
+        ]
+
+    def joined(self, found: list[Gathered]) -> Batch:
+        """The batch, of what the pieces returned, in their order. It is smaller where examples could not be read."""
+        images, labels = found[0]
+        if self._images is not None:
+            labels = np.concatenate([labels for _, labels in found])
+            whole = len(labels) == len(self._images)
+            images = self._images if whole else np.concatenate([images for images, _ in found])
+        return {"image": images, "label": labels}
 
 
-def _gather(source: Source, indices: np.ndarray, epoch: int | None) -> Batch:
-    images, labels = source.gather(indices, epoch)
-    return {"image": images, "label": labels}
-
-
-def _joined(parts: list[Batch]) -> Batch:
-    return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _ahead(pieces: Callable[[int], list[Piece]], keys: Iterable[int], workers: int, depth: int) -> Generator[Batch]:
+def _ahead(making: Callable[[int], _Making], keys: Iterable[int], workers: int, depth: int) -> Generator[Batch]:
     """The batch of every key, in order, at most `depth` of them ahead in `workers` threads."""
     if not workers or not depth:
         # No map, which would take a StopIteration raised by a source for the end of the batches.
         for key in keys:
-            yield _joined([piece() for piece in pieces(key)])
+            batch = making(key)
+            yield batch.joined([piece() for piece in batch.pieces])
         return
-    waiting: deque[list[Future[Batch]]] = deque()
+    waiting: deque[tuple[_Making, list[Future[Gathered]]]] = deque()
+
+    def next_one() -> Batch:
+        batch, futures = waiting.popleft()
+        return batch.joined([future.result() for future in futures])
+
     pool = ThreadPoolExecutor(workers, thread_name_prefix="cssm-data")
     try:
         for key in keys:
-            waiting.append([pool.submit(piece) for piece in pieces(key)])
+            batch = making(key)
+            waiting.append((batch, [pool.submit(piece) for piece in batch.pieces]))
             if len(waiting) > depth:
-                yield _joined([future.result() for future in waiting.popleft()])
+                yield next_one()
         while waiting:
-            yield _joined([future.result() for future in waiting.popleft()])
+            yield next_one()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from cssm.config import Config, UserError, did_you_mean
-from cssm.data.decode import photo, view
+from cssm.data.decode import cropped, photo, view
 from cssm.data.examples import FileSource
 from cssm.data.generated import EXAMPLES
 from cssm.data.pipeline import Outline
 from cssm.data.splits import hold_back, order_keys, shares
-from cssm.data.tfrecord import example
+from cssm.data.tfrecord import Features, content, example
 
 NAME = re.compile(r"tfds:(\w+)(?:/([^/:]+))?(?::(\d+\.\d+\.\d+))?")
 VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -32,8 +33,8 @@ class Prepared:
     """A data set on disk. records: of each split that is there, bytes by number; rows: which of them (of train's, where
     a split has none) each split holds.
 
-    image, label: names of the features; shape: of all images, None where they differ; clip: how to decode one, else
-    images are decoded as of folders.
+    image, label: names of the features; shape: of all images, None where they differ; pixels: how to get them from a
+    record that holds them as they are, None where it holds an image file.
     """
 
     folder: Path
@@ -42,9 +43,14 @@ class Prepared:
     image: str
     label: str
     shape: tuple[int | None, ...]
-    clip: Callable[[bytes], np.ndarray] | None
+    pixels: Callable[[Features], np.ndarray] | None
     classes: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def is_clips(self) -> bool:
+        """Whether examples are clips, not still images."""
+        return len(self.shape) == 4
 
     @property
     def side(self) -> int | None:
@@ -66,11 +72,13 @@ def prepared_source(config: Config, split: str, progress: Callable[[int, int], N
 
     def read(index: int, epoch: int | None) -> tuple[np.ndarray, int]:
         features = _features(records, int(rows[index]))
-        image, label = features[found.image][0], int(features[found.label][0])
-        if found.clip:
-            return found.clip(image), label
+        label = int(features[found.label][0])
+        if found.pixels and found.is_clips:
+            return found.pixels(features), label
         box_of, mirrored = view(config.seed, epoch, index, crop_scale, flip)
-        return photo(image, shape[0], box_of, mirrored)[..., : shape[-1]], label
+        if found.pixels:
+            return cropped(found.pixels(features), shape[0], box_of, mirrored), label
+        return photo(content(features, found.image), shape[0], box_of, mirrored)[..., : shape[-1]], label
 
     return FileSource(
         len(rows),
@@ -91,7 +99,7 @@ def prepared_outline(config: Config) -> Outline:
 
 def _shape(found: Prepared, config: Config) -> tuple[int, ...]:
     side, asked = found.side, config.image_size
-    if found.clip is None:
+    if not found.is_clips:
         size = asked or side or SIZE
         return size, size, 1 if found.shape[-1] == 1 else 3
     if None in found.shape or side is None:
@@ -216,7 +224,7 @@ def _read(folder: Path, changed_ns: int) -> Prepared:
         raise needs_tensorflow(str(folder), "to be read, since its features are of such a kind") from None
     image, label = examples_of(tfds, str(folder), builder.info)
     feature, names = builder.info.features[image], builder.info.features[label].names
-    is_clip = not isinstance(feature, tfds.features.Image)
+    is_file = isinstance(feature, tfds.features.Image)
     raw = tfds.decode.DeserializeMethod.RAW_BYTES
     there = builder.info.splits
     given = {split: next((name for name in usual if name in there), None) for split, usual in NAMES.items()}
@@ -239,7 +247,7 @@ def _read(folder: Path, changed_ns: int) -> Prepared:
         image,
         label,
         tuple(feature.shape),
-        feature.decode_example_np if is_clip else None,
+        None if is_file else _pixels(feature, image),
         tuple(names),
         (*notes, *told),
     )
@@ -266,12 +274,31 @@ def examples_of(tfds: Any, dataset: str, info: Any) -> tuple[str, str]:
 
 
 def _is_image(tfds: Any, feature: Any) -> bool:
-    """Of a still image that is no mask, or a clip that is stored as it is."""
+    """Of a still image that is no mask, or of a still image or clip that is stored as it is."""
     kinds = tfds.features
     if isinstance(feature, kinds.Image):
         return not isinstance(feature, kinds.LabeledImage) and np.dtype(feature.np_dtype) == np.uint8
-    is_clip = type(feature) is kinds.Tensor and len(feature.shape) == 4 and feature.np_dtype == np.uint8
-    return is_clip and feature._encoding.name != "NONE"
+    if type(feature) is not kinds.Tensor or feature.np_dtype != np.uint8 or feature._encoding.name == "NONE":
+        return False
+    return len(feature.shape) == 4 or (len(feature.shape) == 3 and feature.shape[-1] in (1, 3))
+
+
+def _pixels(feature: Any, name: str) -> Callable[[Features], np.ndarray]:
+    """Of a Tensor of uint8: from the features of a record to its pixels, in the record's own bytes unless it is packed.
+    ValueError or zlib.error for those that are not of its shape.
+    """
+    shape, is_packed = tuple(feature.shape), feature._encoding.name == "ZLIB"
+    varies = shape.count(None) > 1  # each one's shape then lies beside it
+
+    def pixels(features: Features) -> np.ndarray:
+        values = content(features, f"{name}/value" if varies else name)
+        sides = [int(n) for n in features[f"{name}/shape"]] if varies else [-1 if n is None else n for n in shape]
+        found = np.frombuffer(zlib.decompress(values) if is_packed else values, np.uint8).reshape(sides)
+        if any(side not in (None, there) for side, there in zip(shape, found.shape, strict=True)):
+            raise ValueError(f"its shape is {list(found.shape)}, not {list(shape)}")
+        return found
+
+    return pixels
 
 
 def _first_label(records: Sequence[bytes], label: str) -> int:

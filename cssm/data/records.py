@@ -11,8 +11,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ from cssm.config import UserError
 from cssm.lock import lock_file
 
 CHUNK, CHUNK_BYTES = 1000, 1 << 26  # what a worker makes at a time: so many examples, or fewer large ones
-T = TypeVar("T")
+AHEAD = 2
+P, T = TypeVar("P"), TypeVar("T")
 Made = tuple[np.ndarray, np.ndarray]
 Maker = Callable[[np.ndarray], Made]
 
@@ -47,10 +49,13 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self._labels if self._rows is None else self._rows)
 
-    def gather(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def gather(
+        self, indices: np.ndarray, epoch: int | None = None, out: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """int64 [n] -> copies: images uint8 [n, *image_shape], labels int32 [n]; alike in every epoch."""
         chosen = indices if self._rows is None else self._rows[indices]
-        return self._images[chosen], self._labels[chosen]
+        images = self._images[chosen] if out is None else np.take(self._images, chosen, 0, out)
+        return images, self._labels[chosen]
 
 
 def cached_arrays(
@@ -159,24 +164,34 @@ def chunks_of(n: int, image_shape: tuple[int, ...]) -> list[np.ndarray]:
     return [np.arange(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def in_workers(make: Callable[[np.ndarray], T], chunks: list[np.ndarray], num_workers: int) -> Iterator[T]:
-    """make(chunk) of each, in order, made by num_workers new processes (0: by this one); `make` can be pickled.
+def in_workers(make: Callable[[P], T], parts: Sequence[P], num_workers: int) -> Iterator[T]:
+    """make(part) of each, in order, made by num_workers new processes (0: by this one); `make` can be pickled. They are
+    no more than AHEAD parts a process ahead of who asks for them.
 
     UserError where one of them is ended from outside.
     """
     if not num_workers:
-        yield from map(make, chunks)
+        yield from map(make, parts)
         return
     # Started afresh: a fork of a process whose libraries run threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_workers, len(chunks)), context, _depend_on_parent) as pool:
+    with ProcessPoolExecutor(min(num_workers, len(parts)), context, _depend_on_parent) as pool:
+        waiting = deque[Future[T]]()
         try:
-            yield from pool.map(make, chunks)
+            for part in parts:
+                waiting.append(pool.submit(make, part))
+                if len(waiting) > AHEAD * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
                 f"one of {num_workers} worker processes was ended from outside, perhaps for want of memory: "
                 "type --num_workers 0 to make the images in this process"
             ) from error
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def _depend_on_parent() -> None:

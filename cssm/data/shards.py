@@ -8,7 +8,7 @@ import numpy as np
 
 from cssm.config import UserError
 from cssm.data.splits import SPLITS
-from cssm.data.tfrecord import Features, Record, example, is_compressed, read, records
+from cssm.data.tfrecord import Features, Record, content, example, is_compressed, read, records
 
 # With which images were normalised before they were written as floats
 MEAN, STD = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)
@@ -53,7 +53,7 @@ def still(record: Record) -> tuple[np.ndarray, int]:
     """uint8 [S, S, 1], label, of {image, label, height, width, channels}. ValueError where it is damaged."""
     features = example(read(record))
     shape = tuple(_number(features, name) for name in ("height", "width", "channels"))
-    image = _pixels(_raw(features, "image"), shape)
+    image = _pixels(content(features, "image"), shape)
     if (image != image[..., :1]).any():
         raise ValueError("it has colours, where grey was expected")
     if shape[0] != shape[1]:
@@ -68,8 +68,8 @@ def clip(record: Record) -> tuple[np.ndarray, int]:
     features = example(read(record))
     if "video" in features:
         shape = tuple(_number(features, name) for name in ("num_frames", "height", "width", "channels"))
-        return _pixels(_raw(features, "video"), shape), _number(features, "label")
-    raw, label = _raw(features, "image"), _raw(features, "label")
+        return _pixels(content(features, "video"), shape), _number(features, "label")
+    raw, label = content(features, "image"), content(features, "label")
     height, width = _number(features, "height"), _number(features, "width")
     frame = height * width * 3
     if frame <= 0 or len(raw) % frame or not raw:
@@ -79,13 +79,6 @@ def clip(record: Record) -> tuple[np.ndarray, int]:
     return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3), label[0]
 
 
-def _raw(features: Features, name: str) -> bytes:
-    values = features.get(name)
-    if not isinstance(values, list) or len(values) != 1:
-        raise ValueError(f"it has no feature {name} of bytes, but {', '.join(sorted(features)) or 'none'}")
-    return values[0]
-
-
 def _number(features: Features, name: str) -> int:
     values = features.get(name)
     if not isinstance(values, np.ndarray) or values.dtype != np.int64 or len(values) != 1:
@@ -93,7 +86,7 @@ def _number(features: Features, name: str) -> int:
     return int(values[0])
 
 
-def _pixels(raw: bytes, shape: Sequence[int]) -> np.ndarray:
+def _pixels(raw: memoryview, shape: Sequence[int]) -> np.ndarray:
     """uint8 from bytes: pixels as they are, or float32, little-endian, normalised by MEAN and STD."""
     size = int(np.prod(shape, dtype=np.int64)) if min(shape) > 0 else 0
     if size and len(raw) == size:

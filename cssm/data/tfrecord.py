@@ -26,7 +26,7 @@ HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
 GZIP_MAGIC = b"\x1f\x8b"
 CUT_SHORT = (EOFError, zlib.error, gzip.BadGzipFile)
 PIECE = 1 << 20  # bytes read at once
-Features = dict[str, list[bytes] | np.ndarray]
+Features = dict[str, list[memoryview] | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ def unpacked(path: Path, folder: Path) -> Path:
 
 
 def example(data: bytes) -> Features:
-    """The features of a tf.train.Example: lists of bytes, arrays of float32 or int64. ValueError for anything else."""
+    """The features of a tf.train.Example: lists of bytes (parts of `data`, which are not copied), arrays of float32 or
+    int64. ValueError for anything else.
+    """
     features: Features = {}
     for number, inner in _fields(memoryview(data)):
         if number == 1:
@@ -167,11 +169,19 @@ def example(data: bytes) -> Features:
     return features
 
 
-def _values(feature: memoryview) -> list[bytes] | np.ndarray:
+def content(features: Features, name: str) -> memoryview:
+    """The bytes of a feature that has one value. ValueError where there is none."""
+    values = features.get(name)
+    if not isinstance(values, list) or len(values) != 1:
+        raise ValueError(f"it has no feature {name} of bytes, but {', '.join(sorted(features)) or 'none'}")
+    return values[0]
+
+
+def _values(feature: memoryview) -> list[memoryview] | np.ndarray:
     for kind, values in _fields(feature):
         found = [value for number, value in _fields(_bytes(values)) if number == 1]
         if kind == 1:
-            return [bytes(_bytes(value)) for value in found]
+            return [_bytes(value) for value in found]
         if kind == 2:
             return np.frombuffer(b"".join(_bytes(value) for value in found), "<f4")
         if kind == 3:

@@ -22,9 +22,13 @@ from cssm.data.records import Made, chunks_of, in_workers, npy_file
 from cssm.data.splits import SPLITS
 
 Progress = Callable[[int, int], None]
+Example = dict[str, Any]  # image and label, as TFDS wants them
 FOLDERS = {"pathfinder": "curv_contour_length_{}", "cabc": "{}", "pathtracker": ""}
 CLASSES = ("neg", "pos")
 A_FOLDER = 1000  # images of cABC in one folder
+SHARD_BYTES = 1 << 30
+# One record at a time can be read. Images are packed already, or are not packed so that they are read fast.
+WRITER = "group_size:1,uncompressed"
 TFDS_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
@@ -44,7 +48,7 @@ def write_published(
     done, total = 0, sum(examples.values())
     try:
         building.mkdir()
-        for split, first in _starts(examples).items():
+        for split, first in starts(examples).items():
             write = partial(_write, chosen, building, split, first)
             for count in in_workers(write, chunks_of(examples[split], chosen.image_shape), num_workers):
                 done += count
@@ -58,7 +62,7 @@ def write_published(
     return folder
 
 
-def _starts(examples: Mapping[str, int]) -> dict[str, int]:
+def starts(examples: Mapping[str, int]) -> dict[str, int]:
     """The number of the first example of each split, counted through all."""
     return {split: sum(examples[before] for before in SPLITS[:i]) for i, split in enumerate(SPLITS)}
 
@@ -92,12 +96,40 @@ def write_array_record(
     returns that folder. OSError from the disk.
     """
     tfds = import_tfds()
-    builder = _builder(tfds, chosen, root, partial(_records, chosen, examples, num_workers, progress))
-    if Path(builder.data_dir).exists():
-        raise UserError(f"{builder.data_dir} is there already: remove it, or type another --data_dir")
-    with TemporaryDirectory() as nothing:  # is downloaded
-        prepare(tfds, builder, nothing)
-    return Path(builder.data_dir)
+    shape, kinds = chosen.image_shape, tfds.features
+    clip = kinds.Tensor(shape=shape, dtype=np.uint8, encoding="zlib")
+    builder = builder_of(
+        tfds,
+        (chosen.dataset, f"{chosen.difficulty}-{shape[-2]}", f"{chosen.version}.0.0"),
+        {"image": clip if len(shape) == 4 else kinds.Image(shape=shape), "label": kinds.ClassLabel(names=CLASSES)},
+        root,
+        partial(_records, chosen, examples, num_workers, progress),
+    )
+    return build(tfds, builder, "--data_dir")
+
+
+def build(tfds: Any, builder: Any, flag: str) -> Path:
+    """Run a builder that downloads nothing; the folder that it made. UserError where that is there already: the flag
+    says where else it may be.
+    """
+    folder = Path(builder.data_dir)
+    if folder.exists():
+        raise UserError(f"{folder} is there already: remove it, or type another {flag}")
+    try:
+        with TemporaryDirectory() as nothing:
+            prepare(tfds, builder, nothing)
+    finally:
+        _without_empty(folder)
+    return folder
+
+
+def _without_empty(folder: Path) -> None:
+    """Remove what TFDS has put around the folder of a version, unless that is there, or another one."""
+    config, named = folder.parent, folder.parents[1]
+    if config.is_dir() and not any(config.iterdir()):
+        config.rmdir()
+        if [path.name for path in named.iterdir()] == [".config"]:
+            shutil.rmtree(named)
 
 
 def prepare(tfds: Any, builder: Any, downloads: str | None = None) -> None:
@@ -117,13 +149,13 @@ def prepare(tfds: Any, builder: Any, downloads: str | None = None) -> None:
 
 def _records(
     chosen: Generated, examples: Mapping[str, int], num_workers: int, progress: Progress, split: str
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    first, total = _starts(examples)[split], sum(examples.values())
+) -> Iterator[Example]:
+    first, total = starts(examples)[split], sum(examples.values())
     chunks = chunks_of(examples[split], chosen.image_shape)
     made: Iterator[Made] = in_workers(partial(chosen.make, split), chunks, num_workers)
     for indices, (images, labels) in zip(chunks, made, strict=True):
-        for index, image, label in zip(indices.tolist(), images, labels.tolist(), strict=True):
-            yield index, {"image": image if image.ndim == 4 else _png(image), "label": label}
+        for image, label in zip(images, labels.tolist(), strict=True):
+            yield {"image": image if image.ndim == 4 else _png(image), "label": label}
         progress(first + int(indices[-1]) + 1, total)
 
 
@@ -135,32 +167,64 @@ def _png(image: np.ndarray) -> io.BytesIO:
     return stream
 
 
-def _builder(tfds: Any, chosen: Generated, root: Path, records: Callable[[str], Iterator[Any]]) -> Any:
-    shape = chosen.image_shape
-    features = tfds.features
-    clip = features.Tensor(shape=shape, dtype=np.uint8, encoding="zlib")
-    image = clip if len(shape) == 4 else features.Image(shape=shape)
+def builder_of(
+    tfds: Any,
+    called: tuple[str, str, str],
+    features: Mapping[str, Any],
+    root: Path,
+    records: Callable[[str], Iterator[Example]],
+) -> Any:
+    """What TFDS makes a data set with, below root. called: its name, config and version; features: of image and label;
+    records(split): its examples, in the order in which they will lie.
+    """
 
-    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # pyright: ignore - it does not know its base
-        """What TFDS calls to make a data set; here, since its base is only loaded when it is needed."""
+    class Builder(tfds.core.dataset_builder.FileReaderBuilder, skip_registration=True):  # pyright: ignore - not known
+        """Here, since its base is only loaded when it is needed. It writes by itself: the writers of TFDS sort, for
+        which they keep a gigabyte and more in memory and, of what is larger, want TensorFlow.
+        """
 
-        name = chosen.dataset
+        name = called[0]
         code_path = None  # looked up with a library that TFDS does not require
-        VERSION = tfds.core.Version(f"{chosen.version}.0.0")
-        BUILDER_CONFIGS = (tfds.core.BuilderConfig(name=f"{chosen.difficulty}-{shape[-2]}"),)
+        VERSION = tfds.core.Version(called[2])
+        BUILDER_CONFIGS = (tfds.core.BuilderConfig(name=called[1]),)
 
         def _info(self) -> Any:
             return tfds.core.DatasetInfo(
                 builder=self,
-                features=features.FeaturesDict({"image": image, "label": features.ClassLabel(names=CLASSES)}),
+                features=tfds.features.FeaturesDict(features),
                 supervised_keys=("image", "label"),
-                disable_shuffling=True,  # examples are drawn in random order, and keep it
+                disable_shuffling=True,  # examples come in random order, and keep it
             )
 
-        def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-            return {name: self._generate_examples(split) for split, name in TFDS_SPLITS.items()}
-
-        def _generate_examples(self, split: str) -> Iterator[Any]:
-            return records(split)
+        def _download_and_prepare(self, dl_manager: Any, download_config: Any) -> None:
+            splits = []
+            for split, name in TFDS_SPLITS.items():
+                template = self._get_filename_template(name)
+                serialized = map(self.info.features.serialize_example, records(split))
+                lengths, size = _write_shards(serialized, template)
+                splits.append(tfds.core.SplitInfo(name, lengths, size, template))
+            self.info.set_splits(tfds.core.splits.SplitDict(splits))
 
     return Builder(data_dir=root, file_format="array_record")
+
+
+def _write_shards(records: Iterator[bytes], template: Any) -> tuple[list[int], int]:
+    """Records to files of up to SHARD_BYTES, named by a template of TFDS: how many are in each, and their bytes."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    lengths, total, room, writer, parts = list[int](), 0, 0, None, list[Path]()
+    for record in records:
+        if writer is None or len(record) > room:
+            if writer is not None:
+                writer.close()
+            parts.append(Path(template.data_dir) / f"{template.split}.{len(parts)}.part")
+            writer, room = ArrayRecordWriter(str(parts[-1]), WRITER), SHARD_BYTES
+            lengths.append(0)
+        writer.write(record)
+        lengths[-1] += 1
+        room, total = room - len(record), total + len(record)
+    if writer is not None:
+        writer.close()
+    for part, path in zip(parts, template.sharded_filepaths(len(parts)), strict=True):
+        part.rename(path)
+    return lengths, total

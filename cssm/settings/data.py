@@ -27,7 +27,8 @@ class DataSettings:
 
     # fmt: off
     dataset: str = _chosen("digits", "the images; prepare takes it without --dataset", choices=DATASETS)
-    data_dir: str | None = _chosen(None, "file or folder that holds the images, or that prepare makes (docs/data.md)",
+    data_dir: str | None = _chosen(None, "file or folder that holds the images, or that prepare makes of others than "
+        "folders (docs/data.md)",
         applies={"dataset": FILES}, resume="kept", unset="none, pathfinder, cabc, pathtracker are then generated",
         aliases=("imagenet_dir", "pathtracker_dir", "tfrecord_dir"))
     pathfinder_difficulty: str = _chosen("easy", "easy, or the number of paddles of a contour",
@@ -59,7 +60,7 @@ class DataSettings:
     prefetch: int = _data(2, "batches made ahead, 0 for none", bounds="[0,)", aliases=("prefetch_batches",),
         resume="fresh", verbs=(*TRAINING, *INFERRING))
     max_bad_examples: int = _data(0, "examples of a split that may be unreadable, 0 to stop at the first",
-        bounds="[0,)", applies={"dataset": ONE_BY_ONE}, resume="kept", verbs=(*TRAINING, "eval"))
+        bounds="[0,)", applies={"dataset": ONE_BY_ONE}, resume="kept", verbs=(*TRAINING, "prepare", "eval"))
     max_train_examples: int | None = _chosen(None, "train on the first so many", bounds="[1,)", unset="all")
     max_eval_examples: int | None = _data(None, "evaluate on the first so many", bounds="[1,)", resume="kept",
         verbs=("train", "prepare", "eval"), unset="all")

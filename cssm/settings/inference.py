@@ -31,8 +31,9 @@ class InferenceSettings:
         "images; export: parameters, or a program that JAX runs without this one",
         choices=tuple(name for names in FORMATS.values() for name in names), verbs=tuple(FORMATS),
         unset="published; safetensors")
-    output: str | None = _trained(None, "where bench, eval and export put their files, a folder; of predict, a .jsonl "
-        "or .csv file; of compare, a page in HTML", verbs=("bench", "compare", *OF_A_RUN), unset="bench: "
+    output: str | None = _trained(None, "where bench, eval and export put their files, a folder; also prepare, of a "
+        "folder of images; of predict, a .jsonl or .csv file; of compare, a page in HTML",
+        verbs=("bench", "compare", "prepare", *OF_A_RUN), unset="bench: "
         "checkpoint_dir/TIME_bench_ARCH_CSSM; eval, export: in the folder of the run; predict: the screen; compare: "
         "no page")
     # fmt: on
