@@ -237,8 +237,8 @@ def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:
     if config.platform != "auto":
         environ["JAX_PLATFORMS"] = _PLATFORMS[config.platform]
     if config.mem_fraction is not None:
-        # The second is the name in newer versions of jax.
-        environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = environ["XLA_CLIENT_MEM_FRACTION"] = str(config.mem_fraction)
+        environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # its old name, beside which jax refuses it
+        environ["XLA_CLIENT_MEM_FRACTION"] = str(config.mem_fraction)
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # NCCL's diagnostics listen on a fixed port, over which two jobs on one machine would collide.
     environ.setdefault("NCCL_RAS_ENABLE", "0")

@@ -238,8 +238,8 @@ class TestExplain:
         (["--platform=cpu"], {}, {"JAX_PLATFORMS": "cpu"}),
         (
             ["--mem_fraction=0.5"],
-            {},
-            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_CLIENT_MEM_FRACTION": "0.5"},
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"},
+            {"XLA_CLIENT_MEM_FRACTION": "0.5"},
         ),
         (
             [],
@@ -253,6 +253,16 @@ def test_the_environment_of_jax(argv, before, after):
     environ = dict(before)
     cli.set_environment(parse_args(argv).config, environ)
     assert environ == {"TF_CPP_MIN_LOG_LEVEL": "2", "NCCL_RAS_ENABLE": "0"} | after
+
+
+def test_jax_takes_the_share_of_memory(monkeypatch):
+    """What a GPU is asked for, which needs none: jax refuses the variable beside its old name."""
+    from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    cli.set_environment(parse_args(["--mem_fraction=0.5"]).config, os.environ)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", os.environ["XLA_CLIENT_MEM_FRACTION"])  # taken back at the end
+    assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
 
 
 def test_the_environment_is_set_before_training_is_imported():
