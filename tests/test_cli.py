@@ -259,9 +259,9 @@ def test_jax_takes_the_share_of_memory(monkeypatch):
     """What a GPU is asked for, which needs none: jax refuses the variable beside its old name."""
     from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    cli.set_environment(parse_args(["--mem_fraction=0.5"]).config, os.environ)
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", os.environ["XLA_CLIENT_MEM_FRACTION"])  # taken back at the end
+    environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    cli.set_environment(parse_args(["--mem_fraction=0.5"]).config, environ)
+    monkeypatch.setattr(os, "environ", environ)
     assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
 
 
