@@ -28,7 +28,8 @@ def advice(settings: Mapping[str, Any], cores: int) -> str:
         ways.append(f"--prefetch {max(2, 2 * prefetch)} (now {prefetch})")
     if dataset in FOLDERS:
         ways += ["a smaller --image_size", "a larger --crop_scale", "files that are hardly larger than what is cropped"]
-    if decodes:
+        ways.append(f"images decoded once (main.py prepare {dataset})")
+    elif decodes:
         ways.append("the images as arrays (--dataset npz)")
     if dataset in GENERATED and not decodes:
         ways.append("a --cache_dir on a local disk")

@@ -42,8 +42,8 @@ def test_intervals_that_compile_and_hiccups_do_not_count():
         ({"num_workers": 0, "prefetch": 8}, {"num_workers"}, {"prefetch"}),
         (
             {"dataset": "folder", "data_dir": "x", "num_workers": 2},
-            {"num_workers", "prefetch", "image_size", "crop_scale", "dataset"},
-            {"cache_dir"},
+            {"num_workers", "prefetch", "image_size", "crop_scale"},
+            {"cache_dir", "dataset"},
         ),
         ({"dataset": "folder", "data_dir": "x", "num_workers": 16}, {"prefetch"}, {"num_workers"}),
         ({"dataset": "pathfinder", "num_workers": 1}, {"prefetch", "cache_dir"}, {"num_workers", "image_size"}),
@@ -57,6 +57,7 @@ def test_what_is_advised_applies(settings, named, others):
     text = advice(applicable(Config(**settings)), cores=16)
     assert all(f"--{name}" in text for name in named) and not any(f"--{name}" in text for name in others)
     assert "now" in text or not named & {"num_workers", "prefetch"}
+    assert ("prepare folder" in text) == (settings.get("dataset") == "folder")
 
 
 def test_a_run_tells_it_in_an_event_and_in_a_line(monkeypatch):
