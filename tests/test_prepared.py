@@ -320,11 +320,12 @@ def test_pixels_of_different_sizes_are_treated_as_photographs(tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("how", ["short", "packed", "shape"])
+@pytest.mark.parametrize("how", ["short", "packed", "shape", "channels"])
 def test_pixels_that_are_not_of_their_shape_are_named(tmp_path, how):
-    toy(tmp_path, {"train": pixels(STILLS[:9])}, raw((6, 6, 1)))
+    sides = (None, None) if how == "channels" else (6, 6)
+    toy(tmp_path, {"train": pixels(STILLS[:9])}, raw((*sides, 1)))
     (path,) = tmp_path.glob("toy/1.0.0/features.json")
-    change = {"short": ('"6"', '"7"'), "packed": ('"bytes"', '"zlib"'), "shape": ('"1"', '"3"')}[how]
+    change = {"short": ('"6"', '"7"'), "packed": ('"bytes"', '"zlib"')}.get(how, ('"1"', '"3"'))
     text = path.read_text()
     assert change[0] in text
     path.write_text(text.replace(*change))
