@@ -197,7 +197,7 @@ def test_a_run_that_goes_on_sees_the_same(tmp_path):
     train(Config(**settings, num_devices=1, max_steps=4, run_name="through", quiet=True))
     flags = [f"--{name}={value}" for name, value in settings.items()]
     flags += ["--nproc_per_node=2", "--max_steps=2", "--run_name=halves"]
-    environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environ = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"}
     command = [sys.executable, "main.py", *flags]
     result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -218,7 +218,7 @@ def test_everything_runs_on_whatever_is_there(tmp_path):
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "TRAIN": "--max_steps 4 --max_train_examples 256 --max_eval_examples 32",
         "BENCH": "--max_steps 20",
     }

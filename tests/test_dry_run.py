@@ -157,7 +157,7 @@ def test_the_command_line(places, tmp_path, capsys, monkeypatch):
 def test_of_several_processes_one_speaks_and_all_have_its_size(tmp_path):
     flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("embed_dim", "num_devices")]
     flags += ["--target_params=2k", "--nproc_per_node=2", f"--checkpoint_dir={tmp_path}", f"--cache_dir={tmp_path}"]
-    environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environ = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"}
     ended = {}
     for extra in ("--headless", "--quiet"):
         command = [sys.executable, str(ROOT / "main.py"), "--dry_run", extra, *flags]

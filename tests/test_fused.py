@@ -46,11 +46,12 @@ def packed(*shape, count=1):
 NAMES = hgru_bi.DECAYS + hgru_bi.COUPLINGS + hgru_bi.READS
 
 
-def problem(steps, channels, shown=None, batch=B, frequencies=F):
-    """hgru_bi's recurrence: (make_step, constants, counts, gates, inputs)."""
-    inputs = packed(batch, shown or steps, frequencies, channels, count=3)
-    shared = gates(NAMES, batch, steps, frequencies, 1)
-    return hgru_bi._step, spectra(frequencies, channels, count=2), (3, 3), shared, inputs
+def problem(steps, channels, shown=None, batch=B, frequencies=F, cell=hgru):
+    """hgru's recurrence, or hgru_bi's, which compiles twice as long: (make_step, constants, counts, gates, inputs)."""
+    count, names = (3, NAMES) if cell is hgru_bi else (2, hgru.GATES)
+    inputs = packed(batch, shown or steps, frequencies, channels, count=count)
+    shared = gates(names, batch, steps, frequencies, 1)
+    return cell._step, spectra(frequencies, channels, count=2), (count, count), shared, inputs
 
 
 def both(
@@ -92,18 +93,19 @@ def same(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "steps,channels,shown,last_only",
+    "steps,channels,shown,last_only,cell",
     [
-        (1, 4, 1, False),
-        (2, 4, 2, True),  # one segment
-        (5, 4, 5, False),  # two segments, a step that is left
-        (4, 5, 1, True),  # channels beyond the last one are masked; a still image
-        (5, 4, 3, False),  # the third input stays
+        (1, 4, 1, False, hgru),
+        (2, 4, 2, True, hgru),  # one segment
+        (5, 4, 5, False, hgru),  # two segments, a step that is left
+        (4, 5, 1, True, hgru_bi),  # channels beyond the last one are masked; a still image
+        (5, 4, 3, False, hgru),  # the third input stays
     ],
 )
-def test_values_and_gradients_are_those_of_the_reference(steps, channels, shown, last_only):
-    offset = numbers(3 * channels)  # added at frequency 0
-    same(*problem(steps, channels, shown), last_only=last_only, offset=offset)
+def test_values_and_gradients_are_those_of_the_reference(steps, channels, shown, last_only, cell):
+    args = problem(steps, channels, shown, cell=cell)
+    offset = numbers(args[2][1] * channels)  # added at frequency 0
+    same(*args, last_only=last_only, offset=offset)
 
 
 def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
@@ -113,7 +115,7 @@ def test_channels_beyond_one_block_and_a_batch_in_parts(monkeypatch):
 
 
 def test_stable_transition_is_taken_within_the_kernel():
-    args = hgru._step, spectra(F, 4, count=2), (2, 2), gates(hgru.GATES, B, 2, F, 1), packed(B, 2, F, 4, count=2)
+    args = problem(2, 4)
     same(*args, stable=True)
     with jax.enable_x64(True):
         stable, plain = (next(both(*args, stable=stable)) for stable in (True, False))
@@ -136,10 +138,10 @@ def test_several_frequencies_in_a_program(frequencies, channels):
     make_step, constants, counts, several, inputs = problem(3, channels, frequencies=frequencies)
     several["decay_x"] = several["decay_x"][:, :, :1]
     several["decay_y"] = 0.3 + numbers(1, 3, 1, channels)
-    several["decay_z"] = 0.3 + numbers(B, 3, frequencies, channels)
-    several["gamma"] = several["gamma"][:1, :, :1]
+    several["mu_inhib"] = 0.3 + numbers(B, 3, frequencies, channels)
+    several["mu_excit"] = several["mu_excit"][:1, :, :1]
     several["B"] = np.broadcast_to(several["B"][:1], (1, *several["B"].shape[1:]))
-    same(make_step, constants, counts, several, inputs, offset=numbers(3 * channels))
+    same(make_step, constants, counts, several, inputs, offset=numbers(2 * channels))
 
 
 def test_bf16_is_rounded_on_the_way_in_and_out_alone():

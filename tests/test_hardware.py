@@ -242,7 +242,7 @@ def test_collectives_that_hang_end_the_program_with_code_4(tmp_path, verb):
 @pytest.mark.slow
 def test_several_processes_report_once_and_agree():
     flags = ["devices", "--nproc_per_node=2", "--parity", "--headless"]
-    variables = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    variables = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"}
     command = [sys.executable, "main.py", *flags]
     result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -80,7 +80,10 @@ def run(root, name, masks=False, **settings):
     """Parameters and statistics after three steps, by path."""
     settings = {**TINY, "checkpoint_dir": str(root), "run_name": name, **settings}
     if count := settings.get("nproc_per_node"):
-        environ = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_EACH[count]}"}
+        environ = {
+            **os.environ,
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES_EACH[count]}",
+        }
         flags = [f"--{key}={value}" if value is not True else f"--{key}" for key, value in settings.items()]
         command = [sys.executable, str(ROOT / "main.py"), *flags]
         result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)

@@ -29,7 +29,11 @@ pytestmark = pytest.mark.slow
 
 def launch(*flags, env=None, **options):
     """main.py with two simulated devices in each process."""
-    environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", **(env or {})}
+    environ = {
+        **os.environ,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
+        **(env or {}),
+    }
     command = [sys.executable, str(ROOT / "main.py"), *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environ, **{**pipes, **options})

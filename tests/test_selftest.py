@@ -1,5 +1,6 @@
 """The test of the collectives: it passes where they work, and each way of failing gets its own sentence."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -134,7 +135,7 @@ except selftest.CollectiveError as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("answer,expected", [("right", "'ok': True"), ("wrong", "all processes run and reach")])
 def test_each_process_checks_its_own_devices(answer, expected, free_port, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
     commands = [[sys.executable, "-c", PROCESS, str(free_port), str(i), answer] for i in range(2)]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **options) for command in commands]

@@ -150,6 +150,7 @@ def test_sigterm_ends_a_compilation(tmp_path):
     """XLA gives Python no turn: a thread ends the program. Without a cache, so that there is something to compile."""
     flags = ["--no_compile_cache", "--arch=vit", "--depth=6", "--embed_dim=32", "--cssm=hgru_bi", "--num_devices=1"]
     environ = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    del environ["XLA_FLAGS"]  # with which it is short
     command = [sys.executable, "-c", COMPILES, *flags, f"--checkpoint_dir={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100)
     assert result.returncode == 143, result.stdout + result.stderr
