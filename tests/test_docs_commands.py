@@ -1,44 +1,86 @@
-"""Every command of the docs is one; those of quick start and how-to pages are run, in the order of each page."""
+"""Every shell command of README and docs is run, in the order of its page, in the small form of page_commands.py."""
 
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from test_readme import photos, programs
+from page_commands import (
+    PAGES,
+    ROOT,
+    SMALL,
+    commands,
+    complete,
+    flags_of,
+    make_checkout,
+    make_data,
+    more,
+    run,
+    shortened,
+)
+from test_readme import programs
 
-from cssm.cli import main
 from cssm.config import parse_args
 
-ROOT = Path(__file__).resolve().parents[1]
-HOWTO = sorted(ROOT.glob("docs/howto/*.md"))
-RUN = [page for page in [ROOT / "docs" / "quickstart.md", *HOWTO] if "```bash" in page.read_text()]
-ALL = [*sorted(ROOT.glob("docs/*.md")), *HOWTO]
-# What is behind main.py on a line of its own, or in backticks; a part in [brackets] is one that may be left out.
-LINE = re.compile(r"^ *(?:[A-Z_]+=\S+ )*(?:taskset -c 0 )?python main\.py(.*)$", re.MULTILINE)
-SMALL = "--max_train_examples 128 --max_eval_examples 16 --embed_dim 8 --seq_len 2".split()
-# Commands that are no main.py, and the test that runs them.
-ELSEWHERE = {
-    "sbatch configs/launch/slurm.sbatch": ("test_configs.py", "configs/launch/slurm.sbatch"),
-    "srun --ntasks-per-node=1 python main.py": ("test_parallel_doc.py", "srun"),
+HOWTO = [page for page in PAGES if page.parent.name == "howto"]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+ONCE = {command: page for page in reversed(PAGES) for command in commands(page) if command.startswith("make ")}
+
+# What is not run, by its beginning, with the reason. Nothing else is left out.
+NOT_RUN = {
+    "pip install": "it takes a gigabyte from the network",
+    "python -m venv .venv && .venv/bin/pip install": "likewise",
+    "uv ": "likewise, with a program that is no requirement; what it then starts is `python main.py`",
+    "tensorboard ": "it is no requirement and a server without an end; tests/test_viewers.py reads what it would show",
+    "make audit": "it asks an index on the network about each requirement",
+    ".venv-audit/bin/pip-audit": "likewise",
+    "bash configs/launch/run_all.sh": "tests/test_configs.py runs it",
+    "bash .ci/run": "it runs all tests, these among them, from a fresh clone",
+    "python tests/faults/soak.py": "`make soak` of the same page runs it",
+    "SEED=7 python tests/faults/soak.py": "likewise",
 }
 
 
-def commands(page):
-    """The lines of the page's bash blocks, without what is said about them."""
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+def left_out(command):
+    return command.startswith(tuple(NOT_RUN))
 
 
-@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def here(page):
+    """The commands that the test of this page runs: a target of make is run for the first page that has it."""
+    return [c for c in commands(page) if not left_out(c) and ONCE.get(c, page) == page]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_is_one(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for rest in LINE.findall(page.read_text()):
-        argv = shlex.split(re.sub(r"\[[^\]]*\]|\\$", "", rest.split("#")[0]))
-        if argv[:1] != ["--help"]:
-            parse_args(argv)
+    for command in commands(page):
+        words = flags_of(complete(command, 0))
+        if words is not None and words != ["--help"]:
+            parse_args(words)
+
+
+def test_no_command_escapes_and_each_reason_has_a_command():
+    """main.py with something behind it stands nowhere in code but in a command; every start of NOT_RUN is on a page."""
+    found = [command for page in PAGES for command in commands(page)]
+    assert len(found) > 120
+    assert all(any(command.startswith(start) for command in found) for start in NOT_RUN)
+    for page in PAGES:
+        code = re.sub(r" *\\\n *", " ", page.read_text())
+        typed = re.findall(r"(?<=main\.py) (?:--\w|[a-z]+ --)[^#`\n]*", code)
+        known = " ".join(commands(page))
+        assert not [rest for rest in typed if re.sub(r"\s+$", "", rest) not in known]
+
+
+def test_one_rule_makes_commands_small(monkeypatch):
+    """Flags that a command does not take, or that would make it larger, are left out; what was typed stays in front."""
+    monkeypatch.chdir(ROOT)
+    words = lambda *flags: [word for pair in SMALL if pair[0] in flags for word in pair]
+    some = ("--max_steps", "--max_train_examples", "--max_eval_examples", "--embed_dim", "--depth", "--seq_len")
+    assert more(["--arch", "vit"]) == words(*some)
+    assert more(["--dataset", "cabc"])[-2:] == ["--image_size", "64"], "which has none of 32 pixels"
+    assert more(["compare", "runs"]) == more(["--dry_run"]) == []
+    assert shortened("python main.py bench --steps 30 --devices 1,2").endswith(" ".join(words("--devices")))
+    assert shortened("make train ARGS='--resume auto'") == "make train 'ARGS=--resume auto --max_steps 3'"
+    both = shortened("python main.py --num_processes 2 --coordinator_address h --process_id 0").split(" & ")
+    assert [re.findall(r"--process_id (\d)", each) for each in both] == [["0"], ["1"]]
 
 
 @pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.name)
@@ -59,42 +101,28 @@ def test_the_how_to_pages_are_all_listed():
     assert listed == {page.name for page in HOWTO} - {"README.md"}
 
 
-def test_what_is_not_run_here_is_run_elsewhere():
-    found = {command for page in RUN for command in commands(page) if not command.startswith(("python ", "make "))}
-    for command in found:
-        name, what = next(row for start, row in ELSEWHERE.items() if command.startswith(start))
-        assert what in (ROOT / "tests" / name).read_text()
-
-
-def shortened(command):
-    """The words of a command behind `python`, its run cut to a few steps on two of the simulated devices."""
-    _, script, *words = shlex.split(command)
-    if script == "train":  # make train ARGS="..."
-        script, words = "main.py", shlex.split(words[0].removeprefix("ARGS="))
-    cut = {"--trials": "2", "--epochs": "1"}
-    words = [cut.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    if words[0] == "bench":
-        words += ["--devices", "2", "--steps", "2", "--max_train_examples", "128"]
-    elif words[0] not in ("compare", "devices"):
-        words += [] if "--gpus" in words else ["--num_devices", "2"]
-        words += [] if "--find_lr" in words else ["--max_steps", "3" if "--resume" in words else "2"]
-        words += [] if "--resume" in words else SMALL
-    return [script, *words]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run, as some pages take one for granted."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run("python main.py --run_name digits") == 0
+    return folder / "runs"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_run_in_turn(page, tmp_path, monkeypatch, capsys):
-    """In this process, where programs are compiled once; those of the README are run as a user runs them."""
-    photos(tmp_path / "photos")
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+@pytest.mark.timeout(1800)  # README has some forty
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if here(page) and page.name != "using.md"], ids=lambda page: page.name
+)
+def test_the_commands_of_a_page_run_in_turn(page, trained, tmp_path, monkeypatch, capfd):
+    """Those of docs/using.md are run by tests/test_using_doc.py, which also compares what they print."""
+    make_checkout(tmp_path)
+    make_data(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for command in commands(page):
-        if command.startswith(tuple(ELSEWHERE)):
-            continue
-        script, *argv = shortened(command)
-        if script == "main.py":
-            code = main(argv)
-        else:
-            code = subprocess.run([sys.executable, script, *argv], timeout=300).returncode
-        assert code == 0, (command, capsys.readouterr().err)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "digits").symlink_to(trained / "digits")
+    for number, command in enumerate(here(page)):
+        assert run(complete(command, number)) == 0, (command, capfd.readouterr())
+        capfd.readouterr()

@@ -1,4 +1,4 @@
-"""docs/parallel.md says what is so: its numbers come out, its commands parse, its symptoms were provoked.
+"""docs/parallel.md says what is so: its numbers come out, its symptoms were provoked.
 
 Every row of the troubleshooting table names, in a comment, a test that provokes what it shows. What it quotes is
 written in the sources; what takes no time to provoke is compared word for word here.
@@ -7,7 +7,6 @@ written in the sources; what takes no time to provoke is compared word for word 
 import ast
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -110,15 +109,7 @@ def test_batch_norm_depends_on_the_devices_unless_synchronised():
     np.testing.assert_allclose(normalised(4, AXIS), one, rtol=1e-5, atol=1e-5)
 
 
-# The commands
-
-
-def test_every_command_is_one(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    typed = re.findall(r"^.*main\.py( --.*?)?(?: +#.*)?$", PAGE, re.MULTILINE)
-    assert len(typed) >= 5
-    for flags in typed:
-        parse_args(shlex.split(flags))
+# What is named
 
 
 def test_flags_and_files_that_are_named_exist(monkeypatch):

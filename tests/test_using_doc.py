@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from page_commands import commands, run
 from PIL import Image
-from trained import make_run
 
-from cssm.cli import main
-from cssm.config import KNOBS, parse_args
+from cssm.config import KNOBS
 from cssm.inference.export import ONNX
 from cssm.inference.scores import BINS, LEVEL, RESAMPLES
 
@@ -30,10 +29,9 @@ def form(line):
     return re.sub(r"\s+", " ", re.sub(r"\d[\d,.]*", "0", line)).strip()
 
 
-def test_every_command_is_one():
+def test_what_is_shown_is_of_commands():
     assert {shlex.split(command)[0] for command, _ in SHOWN} == {"eval", "predict", "export"} and len(SHOWN) == 6
-    for command, _ in SHOWN:
-        parse_args(shlex.split(command))
+    assert {f"python main.py {command}" for command, _ in SHOWN} < {*commands(ROOT / "docs" / "using.md")}
 
 
 def test_flags_and_figures_are_those_of_the_program():
@@ -47,19 +45,19 @@ def test_flags_and_figures_are_those_of_the_program():
 @pytest.mark.slow
 def test_commands_print_what_is_shown_and_programs_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "digits", steps=(390,), image_size=16)
     images = np.random.default_rng(0).integers(0, 256, (1797, 16, 16, 1), np.uint8)
     np.savez("new.npz", images=images)
     (tmp_path / "photos").mkdir()
     for name, pixels in zip(NAMES, images, strict=False):
         Image.fromarray(pixels[..., 0]).resize((128, 128)).save(tmp_path / "photos" / name)
     (tmp_path / "photos" / "notes.txt").write_text("x")
-    for command, lines in SHOWN:
-        argv = shlex.split(command)
-        devices = [] if argv[0] == "export" else ["--no_compile_cache", "--num_devices", "1"]
-        assert main([*argv, *devices]) == 0
+    shown = dict(SHOWN)
+    for command in commands(ROOT / "docs" / "using.md"):
+        assert run(command, devices=1) == 0
         printed = {form(line) for line in capsys.readouterr().out.splitlines()}
-        assert lines and {form(line) for line in lines if line != "..."} <= printed, command
+        lines = shown.get(command.removeprefix("python main.py "), [])
+        assert {form(line) for line in lines if line != "..."} <= printed, command
+    assert all(shown.values())
     assert len(PROGRAMS) == 2
     for program in PROGRAMS:
         exec(compile(program, "using.md", "exec"), {"__name__": "docs"})
