@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 from test_fused import on_a_gpu
 
-from cssm import causal, depthwise, fused_rows
-from cssm.causal import CausalConv, causal_conv, causal_steps
-from cssm.depthwise import DepthwiseConv, depthwise_conv, fused_kernel_gradient, kernel_gradient
+from cssm import depthwise, fused_rows
+from cssm.depthwise import (
+    CausalConv,
+    DepthwiseConv,
+    causal_conv,
+    causal_steps,
+    depthwise_conv,
+    fused_kernel_gradient,
+    kernel_gradient,
+)
 
 
 def draw(*shape, seed=0):
@@ -112,14 +119,13 @@ def test_a_gpu_gets_the_kernels(monkeypatch):
         lambda x: jnp.sum(jnp.sin(depthwise_conv(x[0], space * x[0, 0, 0, 0]))),
     )
     calls = []
-    for module, name in ((causal, "fused_steps"), (depthwise, "fused_kernel_gradient")):
-        original = getattr(module, name)
+    for name in ("fused_steps", "fused_kernel_gradient"):
+        original = getattr(depthwise, name)
         note = lambda *a, original=original, name=name, **k: (calls.append(name), original(*a, **k))[1]
-        monkeypatch.setattr(module, name, note)
+        monkeypatch.setattr(depthwise, name, note)
     want = [jax.value_and_grad(loss)(x) for loss in losses]
     assert not calls
-    for module in (causal, depthwise):
-        monkeypatch.setattr(module, "available", lambda: True)
+    monkeypatch.setattr(depthwise, "available", lambda: True)
     got = [jax.value_and_grad(loss)(x) for loss in losses]
     assert set(calls) == {"fused_steps", "fused_kernel_gradient"}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), want, got)

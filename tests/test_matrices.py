@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from cssm import models
-from cssm.causal import CausalConv
 from cssm.cells import CELLS, core
 from cssm.cells.attention import SplitDense
 from cssm.config import ARCHS, Config
-from cssm.depthwise import DepthwiseConv
+from cssm.depthwise import CausalConv, DepthwiseConv
 from cssm.optimizers import decays, matrices
 
 

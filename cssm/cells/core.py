@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax.linen import dtypes
 
 from cssm import spectral
-from cssm.causal import CausalConv
-from cssm.depthwise import DepthwiseConv
+from cssm.depthwise import CausalConv, DepthwiseConv
 from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
 from cssm.positions import time_code
 from cssm.scan import Method, linear_scan, repeat_over_time

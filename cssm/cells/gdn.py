@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cssm import spectral
-from cssm.causal import CausalConv
 from cssm.cells import core
 from cssm.cells.attention import SplitDense
 from cssm.cells.core import CellOptions
-from cssm.depthwise import DepthwiseConv
+from cssm.depthwise import CausalConv, DepthwiseConv
 from cssm.positions import rope
 from cssm.scan import linear_scan
 from cssm.spectral import Packed, Spectrum, add, multiply, scale
