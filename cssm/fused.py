@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -28,6 +29,8 @@ BLOCK = 128
 SMALL_BLOCK, SPECTRA = 32, 8
 # Steps between kept states: more would leave the registers.
 SEGMENT = 2
+# By which rematerialisation knows what the kernel gives (jax.ad_checkpoint).
+NAME = "recurrence"
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
 PROGRAMS = 4096
 
@@ -95,7 +98,7 @@ def fused_scan(
         return _forward(work, operands, keep=False)[0]
 
     def forward(operands):
-        states, kept = _forward(work, operands, keep=True)
+        states, kept = jax.tree.map(lambda a: checkpoint_name(a, NAME), _forward(work, operands, keep=True))
         return states, (operands, kept)
 
     def backward(residuals, d_out):

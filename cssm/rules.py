@@ -209,6 +209,8 @@ def _check_batches(config: "Config") -> None:
     for name in ("resume", "dry_run"):
         if config.find_lr and getattr(config, name):
             raise UserError(f"--find_lr is a test of a run that begins, without --{name}: leave one of the two out")
+    if config.remat is False and config.remat_keep:
+        raise UserError(f"--remat_keep {config.remat_keep} and --no_remat: leave one of the two out")
     if config.find_batch_size and config.dry_run:
         raise UserError("--find_batch_size takes steps, and --dry_run takes none: leave one of the two out")
 

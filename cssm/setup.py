@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from cssm.liveness import peak_bytes, size_bytes
 from cssm.optimizers import make_optimizer, make_schedule
 from cssm.parts import check_frozen
 from cssm.recipes import scaled_lr
+from cssm.remat import choices, wrapper
 from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.size import fitted
@@ -29,7 +29,7 @@ from cssm.step import TrainState, init_state, make_backward
 from parallel import devices as par
 from parallel import job
 from parallel.selftest import collective_self_test
-from parallel.sharded import ShardedParams, gather, make_strategy, whole_shapes
+from parallel.sharded import ShardedParams, make_strategy, whole_shapes
 from parallel.sync import Replicated
 
 WARMUP_SHARE = 0.05
@@ -150,7 +150,7 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         outline=outline,
         sources=_sources(config, outline, few, report) if load else {},
         model=models.build(config, num_classes, bn_axis=bn_axis),
-        step_model=models.build(config, num_classes, wrapper(config, strategy), bn_axis=bn_axis),
+        step_model=models.build(config, num_classes, wrapper(strategy, choices(config)[0]), bn_axis=bn_axis),
         tx=make_optimizer(config, schedule),
         schedule=schedule,
         strategy=strategy,
@@ -158,11 +158,35 @@ def set_up(run: Run, devices: list[jax.Device], report: Reporter, load: bool = T
         total_steps=total_steps,
     )
     setup = _with_parts(setup, report, load or config.dry_run)
-    if config.remat is None and (why := job.share("remat", lambda: _too_large(setup))):
-        report.line(f"note: {why}, so that activations are computed again in the backward pass (--no_remat to try)")
-        again = wrapper(replace(config, remat=True), strategy)
-        setup = replace(setup, step_model=models.build(config, num_classes, again, bn_axis=bn_axis))
-    return setup
+    return _fitting(setup, bn_axis, report)
+
+
+def _fitting(setup: Setup, bn_axis: str | None, report: Reporter) -> Setup:
+    """With the first choice of rematerialisation whose step fits the devices, or the last; says that, where it is not
+    the first.
+    """
+    open_ = choices(setup.config)
+
+    def choose() -> tuple[int, str | None]:
+        first = None
+        for i, kept in enumerate(open_[:-1]):
+            why = _too_large(_with_kept(setup, kept, bn_axis))
+            if why is None:
+                return i, first
+            first = first or why
+        return len(open_) - 1, first
+
+    chosen, why = job.share("remat", choose)
+    if why is None:
+        return setup
+    what = "part of the activations is" if open_[chosen] == "costly" else "activations are"
+    report.line(f"note: {why}, so that {what} computed again in the backward pass (--no_remat to try)")
+    return _with_kept(setup, open_[chosen], bn_axis)
+
+
+def _with_kept(setup: Setup, kept: str | None, bn_axis: str | None) -> Setup:
+    wrap = wrapper(setup.strategy, kept)
+    return replace(setup, step_model=models.build(setup.config, setup.outline.num_classes, wrap, bn_axis=bn_axis))
 
 
 def _with_parts(setup: Setup, report: Reporter, begins: bool) -> Setup:
@@ -181,7 +205,7 @@ def _with_parts(setup: Setup, report: Reporter, begins: bool) -> Setup:
 def _too_large(setup: Setup) -> str | None:
     """Why the step would not fit into the memory of the devices; None where it does, or where they do not tell."""
     limit = par.memory_limit(setup.devices)
-    always = isinstance(setup.strategy, ShardedParams)  # see `wrapper`
+    always = isinstance(setup.strategy, ShardedParams)  # see remat.wrapper
     if limit is None or always or "remat" not in applicable(setup.config):
         return None
     layout = setup.layout
@@ -262,17 +286,6 @@ def data_record(outline: Outline) -> dict[str, Any]:
     """What a checkpoint keeps of the data, for Run.data_changes and for whoever uses the model."""
     known = {"classes": list(outline.classes), "train_examples": outline.examples["train"]}
     return known | {"num_classes": outline.num_classes, "image_shape": list(outline.image_shape)}
-
-
-def wrapper(config: Config, strategy: Replicated) -> Callable[[type[nn.Module]], Any]:
-    """How the steps wrap each block (models.build): gather its parameters, and run it again in the backward pass.
-
-    Blocks that are alike are traced and lowered once.
-    """
-    if isinstance(strategy, ShardedParams):
-        # Without remat, what was gathered in the forward pass would be kept for the backward pass.
-        return lambda block: nn.jit(nn.remat(nn.map_variables(block, "params", trans_in_fn=gather)))
-    return (lambda block: nn.jit(nn.remat(block))) if config.remat else nn.jit
 
 
 def _fitted(config: Config, outline: Outline, report: Reporter) -> Config:

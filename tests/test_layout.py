@@ -52,7 +52,8 @@ MAY_IMPORT = {
     "parts": "config stages",
     "initial": "checkpoint config inference",
     "setup": "cssm augment config fused initial parts recipes data report runs optimizers step models flops jaxprs "
-    "liveness size parallel",
+    "liveness remat size parallel",
+    "remat": "cells config fused spectral parallel",
     "dry_run": "config checkpoint report setup parallel",
     "size": "config data models recipes stages",
     "meter": "",

@@ -9,7 +9,7 @@ import pytest
 from cssm import models
 from cssm.config import Config
 from cssm.optimizers import make_optimizer, make_schedule
-from cssm.setup import wrapper
+from cssm.remat import choices, wrapper
 from cssm.step import Sums, init_state, make_backward, make_finish
 from parallel import devices as par
 from parallel.sharded import make_strategy
@@ -22,7 +22,7 @@ def built(shard, grad_accum=1, run=False, **settings):
     """(state on eight devices, the lowered step) of AdamW with clipping; of the state shapes alone unless `run`."""
     config, devices = Config(**{**SMALL, **settings}), jax.devices()
     strategy, tx = make_strategy(shard, "auto", devices, 1.0), make_optimizer(config, make_schedule(config, 100, 0))
-    plain, model = models.build(config, 10), models.build(config, 10, wrapper(config, strategy))
+    plain, model = models.build(config, 10), models.build(config, 10, wrapper(strategy, choices(config)[0]))
     init = lambda index: init_state(plain, tx, strategy, config, (8, 8, 1), index)
     initialise, indices = par.spmd(init, devices), par.device_indices(devices)
     state = initialise(indices) if run else jax.eval_shape(initialise, indices)

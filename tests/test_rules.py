@@ -217,6 +217,7 @@ def test_a_setting_that_cannot_apply_is_refused_and_its_default_is_not(name, cau
         ({"batch_sizes": "8,8"}, "--batch_sizes 8,8: must be different numbers from 1 on"),
         ({"batch_sizes": "8,16", "batch_size": 4}, "--batch_sizes 8,16 and --batch_size 4 both set the batch"),
         ({"batch_sizes": "8", "global_batch_size": 4}, "--batch_sizes 8 and --global_batch_size 4 both set the batch"),
+        ({"arch": "vit", "remat": False, "remat_keep": "costly"}, "--remat_keep costly and --no_remat: leave one"),
         ({"find_batch_size": True, "batch_size": 4}, "--find_batch_size and --batch_size 4 both set the batch"),
         ({"find_batch_size": True, "dry_run": True}, "--find_batch_size takes steps, and --dry_run takes none"),
     ],

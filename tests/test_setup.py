@@ -84,14 +84,17 @@ def test_remat_wraps_the_blocks(tmp_path):
 
 
 def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch, capsys):
+    """First what is cheap again, and everything where that does not fit either; what is typed stays."""
     small = {"arch": "vit", "max_steps": 1}
-    plain = made(tmp_path, **small)
-    need = plain.costs(plain.layout)["total_bytes"]
-    monkeypatch.setattr("cssm.setup.most_bytes", lambda setup, layout: 100 * need)
-    for limit, again in ((2 * need, False), (need, True)):
+    need = lambda **settings: (setup := made(tmp_path, **small, **settings)).costs(setup.layout)["total_bytes"]
+    plain, costly = need(), need(remat=True, remat_keep="costly")
+    assert need(remat=True) < costly < plain
+    monkeypatch.setattr("cssm.setup.most_bytes", lambda setup, layout: 100 * plain)
+    for limit, again in ((2 * plain, plain), (1.3 * costly, costly), (costly, need(remat=True))):
         monkeypatch.setattr(par, "memory_limit", lambda devices, limit=limit: limit)
-        assert runs_blocks_again(made(tmp_path, **small)) is again
-    assert not runs_blocks_again(made(tmp_path, **small, remat=False))
+        assert need() == again
+    assert need(remat_keep="costly") == costly
+    assert need(remat=False) == plain
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Rematerialisation: the same gradients whatever is kept, and the kernel of the recurrence runs once where it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cssm import fused, models
+from cssm.config import Config
+from cssm.jaxprs import inner, trace
+from cssm.remat import KEPT, choices, wrapper
+from parallel.sharded import make_strategy
+
+SMALL = {"arch": "vit", "cssm": "hgru_bi", "depth": 1, "embed_dim": 8, "image_size": 8, "kernel_size": 3, "seq_len": 4}
+
+
+@pytest.mark.parametrize(
+    "settings,open_",
+    [
+        ({}, [None, "costly", "nothing"]),
+        ({"remat_keep": "nothing"}, [None, "nothing"]),
+        ({"remat": True}, ["nothing"]),
+        ({"remat": True, "remat_keep": "costly"}, ["costly"]),
+        ({"remat": False}, [None]),
+    ],
+)
+def test_what_the_settings_leave_open(settings, open_):
+    assert choices(Config(arch="vit", **settings)) == open_
+
+
+@pytest.fixture
+def loss(monkeypatch):
+    """By what is kept: the loss of a model whose recurrence is one kernel, interpreted here, and its parameters."""
+    monkeypatch.setattr(fused, "available", lambda: True)
+    strategy = make_strategy("none", "auto", jax.devices()[:1], 0.0)
+    images = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 8, 8, 3)), jnp.float32)
+
+    def of(kept):
+        model = models.build(Config(**SMALL, scan="fused"), 3, wrapper(strategy, kept))
+        params = model.init(jax.random.key(0), images)
+        return lambda params: jnp.sum(jnp.sin(model.apply(params, images))), params
+
+    return of
+
+
+def test_gradients_are_those_of_the_plain_model(loss):
+    want = jax.grad(loss(None)[0])(loss(None)[1])
+    for kept in KEPT:
+        got = jax.grad(loss(kept)[0])(loss(kept)[1])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6), want, got)
+
+
+def kernels(jaxpr):
+    """How many kernels run whose results are used, in a function and all that it calls."""
+    used = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
+    alive = [e for e in jaxpr.eqns if any(id(v) in used for v in e.outvars)]
+    own = sum(e.primitive.name == "pallas_call" for e in alive)
+    return own + sum(kernels(part) for e in alive if e.primitive.name != "pallas_call" for part in inner(e))
+
+
+@pytest.mark.parametrize("kept,times", [(None, 2), ("costly", 2), ("nothing", 3)])
+def test_the_recurrence_is_run_again_only_where_nothing_is_kept(loss, kept, times):
+    """Its kernel forward and backward; a third one is forward again."""
+    function, params = loss(kept)
+    assert kernels(trace(jax.grad(function), params)) == times
