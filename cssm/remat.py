@@ -12,7 +12,7 @@ from cssm.config import Config
 from parallel.sharded import ShardedParams, gather
 from parallel.sync import Replicated
 
-# By value of --remat_keep. What is costly: what transforms, the recurrence as one kernel and the first product of an MLP
+# By value of --remat_keep. Costly is what transforms, the recurrence as one kernel and the first product of an MLP
 # give. Norms, activations, gates, sums and the other products are computed again.
 KEPT = {
     "costly": jax.checkpoint_policies.save_only_these_names(spectral.NAME, fused.NAME, core.HIDDEN),
