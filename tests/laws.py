@@ -12,10 +12,21 @@ def run(cell, params, x, *args):
 
 
 def init(cell, key, x):
-    """Parameters, moved a little off their start, where zeros and ones may hide what depends on them."""
-    params = jax.jit(cell.init)(key, x)["params"]
+    """Parameters about as large as at the start, moved off zeros and ones, which may hide what depends on them.
+
+    They are drawn here, since a start that is compiled takes as long as the cell itself.
+    """
+    shapes = jax.eval_shape(cell.init, key, x)["params"]
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype), params)
+
+    def drawn(path, leaf):
+        spread = 1 / np.sqrt(np.prod(leaf.shape[:-1])) if leaf.ndim > 1 else 0.1
+        value = spread * rng.normal(size=leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            value = value + 1j * spread * rng.normal(size=leaf.shape)
+        return jnp.asarray(value + (path[-1].key in ("scale", "gamma")), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, shapes)
 
 
 def nest(p):
