@@ -2,7 +2,8 @@
 
 One rule makes all of them small: the flags of SMALL that a command takes are typed behind its own, and of a repeated
 flag the last wins; CUT shortens numbers of processes, trials and kills, and VARIABLES what scripts read. Words in
-capitals stand for what PLACEHOLDERS says; a part in [brackets] may be left out, and is.
+capitals stand for what PLACEHOLDERS says; a part in [brackets] may be left out, and is: `--peer torch` where PyTorch,
+which is no requirement, is not installed.
 """
 
 import os
@@ -13,10 +14,10 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import tensorflow_datasets as tfds
 from launchers import free_port, install
 from PIL import Image
 from toys import CLASSES, examples, toy
@@ -48,6 +49,7 @@ SMALL = [
 CUT = {r"(--nproc_per_node[ =])\d+": r"\g<1>2", r"(--trials )\d+": r"\g<1>2", r'(CELLS="\w+) [^"]*': r"\1"}
 CUT |= {r"^make soak": "make soak KILLS=1 MINUTES=0"}
 PLACEHOLDERS = {"RUN": "runs/digits", "DIR": "sets", "NAME": "cifar10", "HOST": "127.0.0.1", "host0": "127.0.0.1"}
+TORCH = all(find_spec(name) for name in ("torch", "torchvision"))
 VARIABLES = {"CELLS": "standard"}
 # What tests `make` runs: those that the suite has are not run again within it.
 TESTS = {"test": "-n0 tests/test_citation.py", "slow": "--collect-only tests/test_sweep.py"}
@@ -98,6 +100,7 @@ def cut(command: str) -> str:
 
 def complete(command: str, number: int) -> str:
     """As it would be typed: nothing in brackets, nothing in capitals."""
+    command = command.replace("[--peer torch]", "--peer torch") if TORCH else command
     command = re.sub(r" ?\[[^\]]*\]| \.\.\.$", "", command)
     for word, meant in {**PLACEHOLDERS, "FOLDER": f"folder{number}"}.items():
         command = re.sub(rf"\b{word}\b", meant, command)
@@ -173,6 +176,8 @@ def make_checkout(folder: Path) -> None:
 
 def make_data(folder: Path) -> None:
     """What the pages take from --data_dir and --input."""
+    import tensorflow_datasets as tfds
+
     rng = np.random.default_rng(0)
     photos(folder / "photos")
     labels = np.arange(160) % 3
@@ -204,8 +209,8 @@ def run(command: str, devices: int = 2) -> int:
     path = f"{folder / '.venv' / 'bin'}:{folder / 'bin'}:{os.environ['PATH']}"
     small = shlex.join(more(["--config", "configs/large.yaml"]))
     count = 1 if SEVERAL.search(command) else devices
-    variables = {**VARIABLES, "SMALL": small, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
-    environment = {**os.environ, **variables, "PATH": path}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+    environment = {**os.environ, **VARIABLES, "SMALL": small, "XLA_FLAGS": flags, "PATH": path}
     return subprocess.run(["bash", "-c", command], env=environment, timeout=300).returncode
 
 
