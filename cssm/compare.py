@@ -92,7 +92,7 @@ def _write_page(path: Path, records: "Sequence[Record]") -> None:
         raise UserError(f"--output {path}: must be the name of an HTML file, type --output {name}")
     from cssm.report import read_events
     from cssm.report.comparison import TITLE, comparison_page
-    from cssm.report.written import check_replaced
+    from cssm.report.replaced import check_replaced
 
     check_replaced(path, f"<title>{TITLE}</title>")
 

@@ -73,8 +73,8 @@ def commands(page: Path) -> list[str]:
             block = None if block is not None else line[3:]
         elif block is not None:
             found += [line] if block == "bash" and line and not line.startswith("#") else []
-        elif re.match(r" {4}(\$ )?", line) and PROGRAM.match(line.strip().removeprefix("$ ")):
-            found.append(line.strip().removeprefix("$ "))
+        elif shown := re.fullmatch(rf" {{4}}(?:\$ |train on it: )?({PROGRAM.pattern}.*)", line):
+            found.append(shown[1])
         else:
             found += [span for span in re.findall(r"`([^`]+)`", line) if PROGRAM.match(span)]
     once: dict[str, str] = {}
@@ -120,7 +120,7 @@ def more(words: list[str]) -> list[str]:
             _accepted([*words, *added, flag, value])
         except UserError:
             continue
-        if flag != "--image_size" or size > int(value):
+        if flag != "--image_size" or (size > int(value) and words[:1] != ["prepare"]):  # which names a set after it
             added += [flag, value]
     return added
 
@@ -174,8 +174,8 @@ def make_checkout(folder: Path) -> None:
     install(folder / "bin")
 
 
-def make_data(folder: Path) -> None:
-    """What the pages take from --data_dir and --input."""
+def make_data(folder: Path, page: Path) -> None:
+    """What the pages take from --data_dir and --input, but for what a page prepares itself."""
     import tensorflow_datasets as tfds
 
     rng = np.random.default_rng(0)
@@ -192,6 +192,10 @@ def make_data(folder: Path) -> None:
     kinds = {"image": tfds.features.Image(shape=(32, 32, 3)), "label": tfds.features.ClassLabel(names=CLASSES)}
     splits = {"train": examples(images[:128], labels[:128]), "test": examples(images[128:], labels[128:])}
     toy(folder / "sets", splits, kinds, name="cifar10", version="3.0.2")
+    if "prepare folder" not in page.read_text():
+        for size in sorted(set(re.findall(r"tfds:photos/(\d+)", page.read_text()))):
+            where = ["--data_dir", str(folder / "photos"), "--output", str(folder / "sets")]
+            assert main(["prepare", "folder", *where, "--image_size", size, "--num_workers", "0"]) == 0
 
 
 def run(command: str, devices: int = 2) -> int:

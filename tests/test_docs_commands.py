@@ -119,7 +119,7 @@ def trained(tmp_path_factory):
 def test_the_commands_of_a_page_run_in_turn(page, trained, tmp_path, monkeypatch, capfd):
     """Those of docs/using.md are run by tests/test_using_doc.py, which also compares what they print."""
     make_checkout(tmp_path)
-    make_data(tmp_path)
+    make_data(tmp_path, page)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "digits").symlink_to(trained / "digits")

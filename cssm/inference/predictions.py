@@ -10,7 +10,7 @@ from typing import IO, Any, Self
 
 from cssm.config import UserError
 from cssm.report import Reporter
-from cssm.report.written import check_replaced
+from cssm.report.replaced import check_replaced
 
 # Endings, and how files of predictions begin.
 BEGINNINGS = {".jsonl": '{"input": "', ".csv": "input,class_1,probability_1"}
