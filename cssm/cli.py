@@ -214,7 +214,7 @@ def _end_at_once(code: int) -> NoReturn:
 
 
 def _opening(parsed: Parsed, processes: str = "") -> str:
-    """The first line on the screen, printed before jax, which takes a second or two, is loaded."""
+    """The first line on the screen, and notes on what was typed; printed before jax is loaded, which takes seconds."""
     config, what = parsed.config, parsed.verb
     if config.resume:
         what = f"resume {config.resume}"
@@ -224,7 +224,8 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
         model = " ".join(filter(None, (config.arch, config.cell)))
         what = f"{'' if what == 'train' else f'{what} of '}{model} on {config.dataset}"
     what = f"dry run, {what}" if config.dry_run else what
-    return f"cssm {__version__}: {what}; {processes}loading JAX ..."
+    notes = "".join(f"\nnote: {note}" for note in parsed.notes)
+    return f"cssm {__version__}: {what}; {processes}loading JAX ...{notes}"
 
 
 def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:

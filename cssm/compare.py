@@ -58,10 +58,10 @@ class Record:
 
 def compare(paths: Sequence[str], stream: IO[str] | None = None, output: str | None = None) -> None:
     """Print a Markdown table of the runs, in the order given; with a stream, one JSON object a run on it instead. With
-    output, write a page there too: the table, and the curves over each other.
+    output, write a page there too: the table, and the curves over each other; it replaces an earlier one.
 
     A path is a run's directory or a folder of runs. The first run is the one that `ratio` refers to. Raises UserError
-    for a path without runs, and for events that cannot be read.
+    for a path without runs, for events that cannot be read, and for a file at output that is no such page.
     """
     if not paths:
         raise UserError("compare needs the directories of runs: type compare RUN RUN, or a folder of runs")
@@ -91,7 +91,10 @@ def _write_page(path: Path, records: "Sequence[Record]") -> None:
         name = path / "compare.html" if path.is_dir() else path.with_suffix(".html")
         raise UserError(f"--output {path}: must be the name of an HTML file, type --output {name}")
     from cssm.report import read_events
-    from cssm.report.comparison import comparison_page
+    from cssm.report.comparison import TITLE, comparison_page
+    from cssm.report.replaced import check_replaced
+
+    check_replaced(path, f"<title>{TITLE}</title>")
 
     curves = {
         name: read_events(record.directory / EVENTS) for name, record in zip(labels(records), records, strict=True)

@@ -161,7 +161,8 @@ def applicable(config: Config) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A command line as read: the verb, the configuration, what was given by flag or file, flags first, and paths.
+    """A command line as read: the verb, the configuration, what was given by flag or file, flags first, paths, and
+    notes: what may not be meant, a sentence each.
 
     With --resume, and for the verbs OF_A_RUN, the model is the saved run's: `config` then holds the settings of the
     invocation only. The whole follows from resume_config(saved, typed), or from resolve(typed, {}) if there is nothing
@@ -172,6 +173,7 @@ class Parsed:
     config: Config
     typed: dict[str, Any]
     paths: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def parse_args(argv: Sequence[str]) -> Parsed:
@@ -202,7 +204,21 @@ def parse_args(argv: Sequence[str]) -> Parsed:
         rules.check_applies(config, KNOBS, given)
     if command.verb in OF_A_RUN and config.checkpoint is None:
         raise UserError(f"{command.verb} needs a trained model: type --checkpoint with the folder of a run")
-    return Parsed(command.verb, config, given, command.paths)
+    notes = () if comes_with_run or command.verb != "train" else _rate_of_another(command, from_file, given)
+    return Parsed(command.verb, config, given, command.paths, notes)
+
+
+def _rate_of_another(command: flags.Command, from_file: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note where the file's learning rate meets another optimizer than the file's: recipes differ up to 100 times."""
+    file, lr = known(from_file, ""), given.get("lr")
+    before, now = (settings.get("optimizer", KNOBS["optimizer"].default) for settings in (file, given))
+    if lr is None or "lr" in known(command.typed) or before == now:
+        return ()
+    own = Config(**{name: value for name, value in given.items() if name != "lr"}).lr
+    return (
+        f"the learning rate {lr:g} of {command.config_path} is meant for --optimizer {before}: "
+        f"the recipe of {now} has {own:g}, --lr {own:g} takes it",
+    )
 
 
 def _with_target(command: flags.Command) -> flags.Command:

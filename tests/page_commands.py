@@ -2,7 +2,8 @@
 
 One rule makes all of them small: the flags of SMALL that a command takes are typed behind its own, and of a repeated
 flag the last wins; CUT shortens numbers of processes, trials and kills, and VARIABLES what scripts read. Words in
-capitals stand for what PLACEHOLDERS says; a part in [brackets] may be left out, and is.
+capitals stand for what PLACEHOLDERS says; a part in [brackets] may be left out, and is: `--peer torch` where PyTorch,
+which is no requirement, is not installed.
 """
 
 import os
@@ -13,10 +14,10 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import tensorflow_datasets as tfds
 from launchers import free_port, install
 from PIL import Image
 from toys import CLASSES, examples, toy
@@ -48,6 +49,7 @@ SMALL = [
 CUT = {r"(--nproc_per_node[ =])\d+": r"\g<1>2", r"(--trials )\d+": r"\g<1>2", r'(CELLS="\w+) [^"]*': r"\1"}
 CUT |= {r"^make soak": "make soak KILLS=1 MINUTES=0"}
 PLACEHOLDERS = {"RUN": "runs/digits", "DIR": "sets", "NAME": "cifar10", "HOST": "127.0.0.1", "host0": "127.0.0.1"}
+TORCH = all(find_spec(name) for name in ("torch", "torchvision"))
 VARIABLES = {"CELLS": "standard"}
 # What tests `make` runs: those that the suite has are not run again within it.
 TESTS = {"test": "-n0 tests/test_citation.py", "slow": "--collect-only tests/test_sweep.py"}
@@ -71,8 +73,8 @@ def commands(page: Path) -> list[str]:
             block = None if block is not None else line[3:]
         elif block is not None:
             found += [line] if block == "bash" and line and not line.startswith("#") else []
-        elif re.match(r" {4}(\$ )?", line) and PROGRAM.match(line.strip().removeprefix("$ ")):
-            found.append(line.strip().removeprefix("$ "))
+        elif shown := re.fullmatch(rf" {{4}}(?:\$ |train on it: )?({PROGRAM.pattern}.*)", line):
+            found.append(shown[1])
         else:
             found += [span for span in re.findall(r"`([^`]+)`", line) if PROGRAM.match(span)]
     once: dict[str, str] = {}
@@ -98,6 +100,7 @@ def cut(command: str) -> str:
 
 def complete(command: str, number: int) -> str:
     """As it would be typed: nothing in brackets, nothing in capitals."""
+    command = command.replace("[--peer torch]", "--peer torch") if TORCH else command
     command = re.sub(r" ?\[[^\]]*\]| \.\.\.$", "", command)
     for word, meant in {**PLACEHOLDERS, "FOLDER": f"folder{number}"}.items():
         command = re.sub(rf"\b{word}\b", meant, command)
@@ -117,7 +120,7 @@ def more(words: list[str]) -> list[str]:
             _accepted([*words, *added, flag, value])
         except UserError:
             continue
-        if flag != "--image_size" or size > int(value):
+        if flag != "--image_size" or (size > int(value) and words[:1] != ["prepare"]):  # which names a set after it
             added += [flag, value]
     return added
 
@@ -171,8 +174,10 @@ def make_checkout(folder: Path) -> None:
     install(folder / "bin")
 
 
-def make_data(folder: Path) -> None:
-    """What the pages take from --data_dir and --input."""
+def make_data(folder: Path, page: Path) -> None:
+    """What the pages take from --data_dir and --input, but for what a page prepares itself."""
+    import tensorflow_datasets as tfds
+
     rng = np.random.default_rng(0)
     photos(folder / "photos")
     labels = np.arange(160) % 3
@@ -187,6 +192,10 @@ def make_data(folder: Path) -> None:
     kinds = {"image": tfds.features.Image(shape=(32, 32, 3)), "label": tfds.features.ClassLabel(names=CLASSES)}
     splits = {"train": examples(images[:128], labels[:128]), "test": examples(images[128:], labels[128:])}
     toy(folder / "sets", splits, kinds, name="cifar10", version="3.0.2")
+    if "prepare folder" not in page.read_text():
+        for size in sorted(set(re.findall(r"tfds:photos/(\d+)", page.read_text()))):
+            where = ["--data_dir", str(folder / "photos"), "--output", str(folder / "sets")]
+            assert main(["prepare", "folder", *where, "--image_size", size, "--num_workers", "0"]) == 0
 
 
 def run(command: str, devices: int = 2) -> int:
@@ -204,8 +213,8 @@ def run(command: str, devices: int = 2) -> int:
     path = f"{folder / '.venv' / 'bin'}:{folder / 'bin'}:{os.environ['PATH']}"
     small = shlex.join(more(["--config", "configs/large.yaml"]))
     count = 1 if SEVERAL.search(command) else devices
-    variables = {**VARIABLES, "SMALL": small, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
-    environment = {**os.environ, **variables, "PATH": path}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+    environment = {**os.environ, **VARIABLES, "SMALL": small, "XLA_FLAGS": flags, "PATH": path}
     return subprocess.run(["bash", "-c", command], env=environment, timeout=300).returncode
 
 

@@ -47,3 +47,18 @@ def test_what_is_no_page_is_refused(tmp_path, capsys, output, instead):
     run(tmp_path, "a")
     assert main(["compare", str(tmp_path / "a"), "--output", f"{tmp_path}{output}"]) == 2
     assert capsys.readouterr().err.endswith(f"type --output {tmp_path}{instead}\n")
+
+
+def test_a_page_replaces_a_page_and_no_other_file(tmp_path, capsys):
+    run(tmp_path, "a")
+    run(tmp_path, "b")
+    for name, content in {"report.html": "<title>Run a</title>", "notes.html": "mine"}.items():
+        (tmp_path / name).write_text(content)
+        assert main(["compare", str(tmp_path / "a"), "--output", str(tmp_path / name)]) == 2
+        assert f"--output {tmp_path / name} is there already, and not of this command" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == content
+    target = tmp_path / "page.html"
+    target.touch()
+    for names in (["a"], ["a", "b"]):  # over an empty file, then over its own
+        assert main(["compare", *(str(tmp_path / name) for name in names), "--output", str(target)]) == 0
+        assert Reader(target.read_text()).texts.count("0.875") == len(names)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cssm.cli import _opening
 from cssm.config import (
     ARCHS,
     KNOBS,
@@ -59,6 +60,30 @@ def test_typed_wins_over_file_over_recipe_over_default(tmp_path):
         assert (parsed.config.lr, parsed.config.depth) == (0.2, 3)
         assert parsed.typed == {"arch": "vit", "lr": 0.2, "depth": 3, "log_every": 7}
     assert resolve(parsed.typed, {}) == parsed.config
+
+
+def test_a_files_rate_under_another_optimizer_is_noted_once_and_stays(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 0.002\n")
+    parsed = parse_args(["-f", str(path), "--optimizer", "sgd"])
+    assert parsed.config.lr == 0.002
+    (note,) = parsed.notes
+    sentence = (
+        f"the learning rate 0.002 of {path} is meant for --optimizer adamw: the recipe of sgd has 0.09, --lr 0.09"
+    )
+    assert note.startswith(sentence)
+    assert _opening(parsed).splitlines()[1:] == [f"note: {note}"]
+    takes = note.partition("--lr ")[2].split()[0]
+    assert config_of("--optimizer", "sgd").lr == float(takes)
+    for argv in (["--optimizer", "sgd", "--lr", "0.002"], ["--optimizer", "adamw"], [], ["--resume", "auto"]):
+        assert parse_args(["-f", str(path), *argv]).notes == ()
+    path.write_text("lr: 0.1\noptimizer: sgd\n")
+    assert parse_args(["-f", str(path)]).notes == ()
+    assert "meant for --optimizer sgd" in parse_args(["-f", str(path), "--optimizer", "lion"]).notes[0]
+    path.write_text("depth: 2\n")
+    assert parse_args(["-f", str(path), "--optimizer", "sgd"]).notes == (), (
+        "the recipe's own rate follows the optimizer"
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def whole(width, height):
     return 0, 0, width, height
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.PNG", "a.webp"])
+@pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.PNG", "a.webp", "a.tif", "a.tiff", "a.ppm"])
 def test_an_image_of_the_right_size_is_not_touched(tmp_path, name):
     path = write(tmp_path / name, NOISE, **({"lossless": True} if name == "a.webp" else {}))
     np.testing.assert_array_equal(photo(path, 12, central), NOISE)
@@ -107,7 +107,7 @@ def test_broken_exif_is_no_orientation(tmp_path):
     assert photo(path, 480, central).shape == (480, 480, 3)
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.bmp", "a.webp"])
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.bmp", "a.webp", "a.gif", "a.tif", "a.ppm"])
 def test_damaged_files_say_so(tmp_path, name):
     content = write(tmp_path / name, SMOOTH).read_bytes()
     for damaged, why in ((b"", "the file is empty"), (b"text", "no image"), (content[: len(content) // 2], "")):
@@ -118,6 +118,13 @@ def test_damaged_files_say_so(tmp_path, name):
             assert why in str(error.value)
     with pytest.raises(FileNotFoundError):
         photo(tmp_path / "b.png", 30, central)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.tiff"])
+def test_of_several_frames_the_first_is_taken(tmp_path, name):
+    first, second = (Image.fromarray(np.full((12, 12, 3), level, np.uint8)) for level in (255, 0))
+    first.save(tmp_path / name, save_all=True, append_images=[second])
+    np.testing.assert_array_equal(photo(tmp_path / name, 12, central), np.full((12, 12, 3), 255))
 
 
 def test_grey_images_have_one_channel_and_no_colours(tmp_path):

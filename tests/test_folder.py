@@ -46,7 +46,7 @@ def files(root, **settings):
 
 
 def test_classes_have_the_order_of_their_names_and_files_any_depth_and_ending(tmp_path):
-    endings = ("jpg", "JPEG", "png", "WebP", "bmp", "JPG")
+    endings = ("jpg", "JPEG", "png", "WebP", "bmp", "JPG", "gif", "tif", "TIFF", "ppm", "pgm")
     many(tmp_path, classes=("b", "B", "a b"))
     tree(tmp_path, *(f"a/deep/er/x{i}.{ending}" for i, ending in enumerate(endings)))
     for extra in ("b/notes.txt", "b/.hidden.png", ".DS_Store", "readme.csv", ".git/x.png"):
@@ -54,10 +54,11 @@ def test_classes_have_the_order_of_their_names_and_files_any_depth_and_ending(tm
         (tmp_path / extra).write_text("x")
     outline = data.outline(config(tmp_path))
     assert outline.classes == ("B", "a", "a b", "b")
-    aside = f"left aside what is no image (.jpg, .jpeg, .png, .webp, .bmp): 2 files, such as {tmp_path}/b/notes.txt"
+    kinds = ".jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm, .pgm"
+    aside = f"left aside what is no image ({kinds}): 2 files, such as {tmp_path}/b/notes.txt"
     assert outline.notes[1:] == (aside,), "the first tells what is held back"
     every = {path: label for part in files(tmp_path).values() for path, label in part.items()}
-    assert len(every) == 3 * 12 + 6 == sum(outline.examples.values())
+    assert len(every) == 3 * 12 + 11 == sum(outline.examples.values())
     assert all(outline.classes[label] == path.split("/")[0] for path, label in every.items())
     sources = {split: data.load(config(tmp_path), split) for split in SPLITS}
     for split, source in sources.items():
@@ -123,7 +124,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
         ((), "no folder with images"),
         (("a/1.png",), "has one class, a"),
         (("train/a/1.png", "val/a/1.png"), "has one class, a"),
-        (("a/1.png", "b/x.gif"), "b holds no image"),
+        (("a/1.png", "b/x.mp4"), "b holds no image"),
         (("a/1.png", "b/1.png", "c.png"), "c.png lies beside the folders"),
         (("val/a/1.png", "val/b/1.png"), "has val but no train"),
         (("train/a/1.png", "plane/b/1.png"), "is train a split or a class"),
@@ -132,8 +133,8 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     ],
 )
 def test_other_folders_are_refused_with_one_sentence(tmp_path, paths, sentence):
-    tree(tmp_path, *(path for path in paths if not path.endswith("gif")))
-    for path in (path for path in paths if path.endswith("gif")):
+    tree(tmp_path, *(path for path in paths if not path.endswith("mp4")))
+    for path in (path for path in paths if path.endswith("mp4")):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("x")
     with pytest.raises(UserError, match=sentence) as error:

@@ -57,6 +57,14 @@ def test_files_come_in_the_order_given_and_folders_by_name(tmp_path):
         np.testing.assert_array_equal(image, photo(Path(name), 8, central))
 
 
+def test_a_folder_has_the_kinds_of_images_that_are_read_by_name(tmp_path):
+    paths = [picture(tmp_path / f"{kind}.{kind}") for kind in ("bmp", "gif", "jpeg", "png", "ppm", "tif", "webp")]
+    named = read(open_inputs([str(path) for path in paths], SHAPE))
+    found = read(open_inputs([str(tmp_path)], SHAPE))
+    assert found[0] == named[0] == [str(path) for path in paths]
+    np.testing.assert_array_equal(found[1], named[1])
+
+
 def test_the_order_of_a_folder_is_not_that_of_the_disk(tmp_path):
     names = [f"{i:02}/{j}.png" for i in (3, 1, 2, 0) for j in (5, 1, 9, 0, 7, 3)]
     for name in names:

@@ -69,3 +69,19 @@ def test_outputs_that_are_not_written_are_refused(tmp_path):
     with pytest.raises(UserError, match="is a file: type the name of a folder for the pictures"):
         check_output(None, str(tmp_path / "file"))
     assert check_output("a.csv", str(tmp_path)) == Path("a.csv")
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.jsonl"])
+def test_predictions_replace_predictions_and_no_other_file(tmp_path, name):
+    path = tmp_path / name
+    for _ in range(2):
+        assert check_output(str(path)) == path
+        with Reporter(None, quiet=True) as report, Predictions(path, 2, report) as predictions:
+            predictions.write(ROWS[0])
+    path.write_bytes(b"")
+    assert check_output(str(path)) == path
+    for content in ("name,salary\n", '{"text": "mine"}\n'):
+        path.write_text(content)
+        with pytest.raises(UserError, match="is there already, and not of this command, which replaces only what it"):
+            check_output(str(path))
+        assert path.read_text() == content

@@ -13,7 +13,8 @@ from cssm.data.examples import FileSource
 from cssm.data.pipeline import Outline
 from cssm.data.splits import SPLITS, hold_back, order_keys, shares
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+# What ImageFolder of torchvision and the folders of Keras take, together
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 @dataclass(frozen=True)

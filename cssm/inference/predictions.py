@@ -10,26 +10,29 @@ from typing import IO, Any, Self
 
 from cssm.config import UserError
 from cssm.report import Reporter
+from cssm.report.replaced import check_replaced
 
-SUFFIXES = (".jsonl", ".csv")
+# Endings, and how files of predictions begin.
+BEGINNINGS = {".jsonl": '{"input": "', ".csv": "input,class_1,probability_1"}
 Prediction = Mapping[str, Any]
 
 
 def check_output(output: str | None, explain: str | None = None) -> Path | None:
-    """The file that --output names. UserError for a kind that is not written, or a folder, and where --explain names
-    what is no folder.
+    """The file that --output names. UserError for a kind that is not written, a folder, or a file that is there and
+    holds no predictions, and where --explain names what is no folder.
     """
     if explain is not None and Path(explain).exists() and not Path(explain).is_dir():
         raise UserError(f"--explain {explain} is a file: type the name of a folder for the pictures")
     if output is None:
         return None
     path = Path(output)
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in BEGINNINGS:
         raise UserError(
-            f"--output {path}: predictions are written as {' or '.join(SUFFIXES)}, type one of these endings"
+            f"--output {path}: predictions are written as {' or '.join(BEGINNINGS)}, type one of these endings"
         )
     if path.is_dir():
         raise UserError(f"--output {path} is a folder: type the name of a file in it")
+    check_replaced(path, BEGINNINGS[path.suffix])
     return path
 
 

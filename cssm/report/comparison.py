@@ -5,6 +5,7 @@ from typing import Any
 
 from cssm.report import page, plots
 
+TITLE = "Runs compared"
 # (what is drawn, whether of training (None) or of a split, what it says)
 CURVES = (
     ("loss", None, "loss in training"),
@@ -28,4 +29,4 @@ def comparison_page(
         if any(curves.values()):
             pictures[words] = plots.svg(plots.draw(metric, curves))
     said = [page.element("p", note, class_="faint") for note in notes]
-    return page.document("Runs compared", page.table(rows), *said, page.section("Curves", page.charts(pictures)))
+    return page.document(TITLE, page.table(rows), *said, page.section("Curves", page.charts(pictures)))
