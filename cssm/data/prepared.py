@@ -266,7 +266,10 @@ def examples_of(tfds: Any, dataset: str, info: Any) -> tuple[str, str]:
         usual = [name for name in (*keys[number : number + 1], what) if name in names]
         if not names or (len(names) > 1 and not usual):
             kind = "Image of uint8" if what == "image" else "ClassLabel"
-            has = ", ".join(f"{name} ({type(feature).__name__})" for name, feature in features.items()) or "others"
+            has = (
+                ", ".join(f"{name} ({type(feature).__name__})" for name, feature in sorted(features.items()))
+                or "others"
+            )
             many = f"several of {kind}, and none is called {what}" if names else f"none of {kind}"
             raise UserError(f"{dataset} has {many} among its features, which are {has}: it cannot be trained on here")
         found.append((usual or names)[0])
