@@ -151,7 +151,7 @@ def test_tfrecords(rounds, tmp_path):
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_records_of_checkpoints(rounds, tmp_path):
     """Of a checkpoint from elsewhere, whose digests may be right whatever it holds."""
-    config = Config(arch="vit", cssm="gated")
+    config = Config(arch="vit", cssm="gated", cache_dir="cache")  # the user's own may be of any length
     meta = {"step": 3, "best": {}, "skipped": 0, "data": {"classes": ["a"], "train_examples": 9}}
     record = {"meta": {**meta, "config": resume_record(config, 64, 1)}, "metric": 0.5, "arrays": {}}
     good = json.dumps(record).encode()
@@ -159,7 +159,8 @@ def test_records_of_checkpoints(rounds, tmp_path):
     (folder / "record").mkdir(parents=True)
 
     def read(draw):
-        (folder / "record" / "metadata").write_bytes(mutated(draw, good))
+        # Few of those that were changed are still JSON.
+        (folder / "record" / "metadata").write_bytes(mutated(draw, good) if draw.random() < 0.9 else good)
         assert isinstance(resume_config(saved(tmp_path)["config"], {})[0], Config)
 
     assert 0 < fuzz(rounds, 5, read, (UserError,)) < rounds
