@@ -40,12 +40,14 @@ SMALL = [
     ("--dims", "8,16"),
     ("--depth", "1"),
     ("--seq_len", "2"),
+    ("--batch_size", "16"),
     ("--image_size", "64"),
     ("--image_size", "32"),
     ("--devices", "2"),
     ("--batch_sizes", "8"),
     ("--worker_counts", "0,1"),
 ]
+SIZES = ("--batch_size", "--image_size")
 CUT = {r"(--nproc_per_node[ =])\d+": r"\g<1>2", r"(--trials )\d+": r"\g<1>2", r'(CELLS="\w+) [^"]*': r"\1"}
 CUT |= {r"^make soak": "make soak KILLS=1 MINUTES=0"}
 PLACEHOLDERS = {"RUN": "runs/digits", "DIR": "sets", "NAME": "cifar10", "HOST": "127.0.0.1", "host0": "127.0.0.1"}
@@ -116,11 +118,13 @@ def more(words: list[str]) -> list[str]:
     added = []
     for flag, value in SMALL:
         try:
-            size = _accepted([*words, *added]).image_size or 0
+            config = _accepted([*words, *added])
             _accepted([*words, *added, flag, value])
         except UserError:
             continue
-        if flag != "--image_size" or (size > int(value) and words[:1] != ["prepare"]):  # which names a set after it
+        if flag in SIZES and (getattr(config, flag[2:]) or 0) <= int(value):
+            continue
+        if flag != "--image_size" or words[:1] != ["prepare"]:  # of which a set has its name
             added += [flag, value]
     return added
 

@@ -74,6 +74,7 @@ def test_one_rule_makes_commands_small(monkeypatch):
     monkeypatch.chdir(ROOT)
     words = lambda *flags: [word for pair in SMALL if pair[0] in flags for word in pair]
     some = ("--max_steps", "--max_train_examples", "--max_eval_examples", "--embed_dim", "--depth", "--seq_len")
+    some += ("--batch_size",)
     assert more(["--arch", "vit"]) == words(*some)
     assert more(["--dataset", "cabc"])[-2:] == ["--image_size", "64"], "which has none of 32 pixels"
     assert more(["compare", "runs"]) == more(["--dry_run"]) == []
