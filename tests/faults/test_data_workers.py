@@ -25,11 +25,11 @@ from cssm import cli
 from cssm.data.records import ArraySource
 gather = ArraySource.gather
 calls = []
-def the_gather_that_hangs(self, indices, epoch=None):
+def the_gather_that_hangs(self, indices, epoch=None, out=None):
     calls.append(1)
     if epoch is not None and len(calls) > 5:
         time.sleep(1000)
-    return gather(self, indices, epoch)
+    return gather(self, indices, epoch, out)
 ArraySource.gather = the_gather_that_hangs
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -56,10 +56,10 @@ if __name__ == "__main__":
 def test_a_worker_that_raises_ends_the_run_with_its_reason(tmp_path, monkeypatch, fault, code):
     gather = ArraySource.gather
 
-    def raising(self, indices, epoch=None):
+    def raising(self, indices, epoch=None, out=None):
         if epoch == 1:
             raise fault
-        return gather(self, indices, epoch)
+        return gather(self, indices, epoch, out)
 
     monkeypatch.setattr(ArraySource, "gather", raising)
     with pytest.raises(type(fault)) as caught:
