@@ -164,7 +164,8 @@ def memory(minutes: float) -> None:
     tail = samples[FIRST_EPOCH:]
     tenths = [list(zip(*tail[i * len(tail) // 10 : (i + 1) * len(tail) // 10], strict=True)) for i in range(10)]
     resident = [statistics.median(tenth[0]) for tenth in tenths]
-    first, last = ((min(files), min(threads)) for _, files, threads in (tenths[0], tenths[-1]))
+    halves = tail[: len(tail) // 2], tail[len(tail) // 2 :]
+    first, last = (tuple(min(s[column] for s in half) for column in (1, 2)) for half in halves)
     grown = resident[-1] - min(resident)
     print(f"{len(samples)} epochs in {minutes} min: memory {', '.join(f'{mb:.1f}' for mb in resident)} MB", end="")
     print(f" (most {max(s[0] for s in tail):.1f}), open files {first[0]} -> {last[0]}, threads {first[1]} -> {last[1]}")
