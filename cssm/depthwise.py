@@ -1,6 +1,6 @@
 """Depthwise convolutions, over space and over time: each channel by itself. And their derivatives.
 
-Over space, XLA's own is slow on a CPU in every direction, and on a GPU its gradient of the kernel takes 1 or 15 times
+Over space, XLA's own is slow on a CPU in every direction, and on a GPU its gradient of the kernel takes 1 or 17 times
 as long by what the search for an algorithm finds. Here maps are shifted and added where there is no cuDNN, and the
 gradient of the kernel is one GPU kernel (Triton through Pallas; off a GPU it is interpreted, which is for tests),
 summed in a fixed order. Over time, all steps of a pixel are taken at once (cssm.fused_rows).
