@@ -146,7 +146,7 @@ def memory(minutes: float) -> None:
     examples = ["--max_train_examples=400", "--batch_size=8", "--global_batch_size=8", "--log_every=10"]
     flags = [flag for flag in TINY if "examples" not in flag and "batch" not in flag]
     with tempfile.TemporaryDirectory() as folder:
-        root, samples = Path(folder), []
+        root, samples, epoch = Path(folder), [], []
         process = start(root, *flags, *examples, "--epochs=1000000", "--max_eval_examples=21", "--tensorboard")
         end, seen = time.monotonic() + 60 * minutes, 0
         try:
@@ -155,17 +155,20 @@ def memory(minutes: float) -> None:
                 time.sleep(0.02)
                 new = since(root / "run" / "metrics.jsonl", seen)
                 seen += len(new)
-                samples += [sample(process.pid)] * (b'"eval"' in new)
+                epoch.append(sample(process.pid))
+                if b'"eval"' in new:  # a save or an evaluation opens files for a moment: an epoch's least look counts
+                    least = [min(look[column] for look in epoch) for column in (1, 2)]
+                    samples.append((epoch[-1][0], *least))
+                    epoch = []
         finally:
             process.terminate()
             process.communicate()
-    # A save or an evaluation may be under way: what stays is the least number of files and threads of many samples.
     # What compiling took is given back at some time: growth is counted from the least on, or that would hide it.
     tail = samples[FIRST_EPOCH:]
     tenths = [list(zip(*tail[i * len(tail) // 10 : (i + 1) * len(tail) // 10], strict=True)) for i in range(10)]
     resident = [statistics.median(tenth[0]) for tenth in tenths]
     halves = tail[: len(tail) // 2], tail[len(tail) // 2 :]
-    first, last = (tuple(min(s[column] for s in half) for column in (1, 2)) for half in halves)
+    first, last = (tuple(int(statistics.median(s[column] for s in half)) for column in (1, 2)) for half in halves)
     grown = resident[-1] - min(resident)
     print(f"{len(samples)} epochs in {minutes} min: memory {', '.join(f'{mb:.1f}' for mb in resident)} MB", end="")
     print(f" (most {max(s[0] for s in tail):.1f}), open files {first[0]} -> {last[0]}, threads {first[1]} -> {last[1]}")
