@@ -7,15 +7,17 @@ import flax.linen as nn
 import jax
 
 from cssm import fused, spectral
-from cssm.cells import core
 from cssm.config import Config
 from parallel.sharded import ShardedParams, gather
 from parallel.sync import Replicated
 
-# By value of --remat_keep. Costly is what transforms, the recurrence as one kernel and the first product of an MLP
-# give. Norms, activations, gates, sums and the other products are computed again.
+# By value of --remat_keep. Costly is what the products with weights, transforms and the recurrence as one kernel give.
+# Norms, activations, gates and sums are computed again.
 KEPT = {
-    "costly": jax.checkpoint_policies.save_only_these_names(spectral.NAME, fused.NAME, core.HIDDEN),
+    "costly": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(spectral.NAME, fused.NAME),
+    ),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -106,3 +106,15 @@ def test_cudnn_computes_attention_over_pixels_in_16_bits_on_a_gpu(monkeypatch):
     monkeypatch.setattr(attention, "available", lambda: True)
     assert choose() == "cudnn"
     assert choose(dtype=jnp.float32) is choose(channels=36) is choose(channels=136) is choose(over="time") is None
+
+
+def test_a_scaled_mlp_keeps_what_a_plain_one_keeps_for_the_backward_pass(key):
+    """What it gives is the largest thing that the scale's gradient might want."""
+    x, mlp = oracle.wave_input(SHAPE), attention.MLP(2.0)
+    params = mlp.init(key, x)
+
+    def kept(scale):
+        residuals = jax.tree.leaves(jax.vjp(mlp.apply, params, x, scale)[1])
+        return sorted(leaf.size for leaf in residuals if leaf.size >= x.size)
+
+    assert kept(jnp.full(8, 0.5)) == kept(None)

@@ -51,16 +51,24 @@ def test_gradients_are_those_of_the_plain_model(loss):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6), want, got)
 
 
-def kernels(jaxpr):
-    """How many kernels run whose results are used, in a function and all that it calls."""
+def run(jaxpr, counts):
+    """How many equations that count run, in a function and all that it calls, and give what is used."""
     used = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
     alive = [e for e in jaxpr.eqns if any(id(v) in used for v in e.outvars)]
-    own = sum(e.primitive.name == "pallas_call" for e in alive)
-    return own + sum(kernels(part) for e in alive if e.primitive.name != "pallas_call" for part in inner(e))
+    inside = [e for e in alive if e.primitive.name != "pallas_call"]
+    return sum(map(counts, alive)) + sum(run(part, counts) for e in inside for part in inner(e))
 
 
 @pytest.mark.parametrize("kept,times", [(None, 2), ("costly", 2), ("nothing", 3)])
 def test_the_recurrence_is_run_again_only_where_nothing_is_kept(loss, kept, times):
     """Its kernel forward and backward; a third one is forward again."""
     function, params = loss(kept)
-    assert kernels(trace(jax.grad(function), params)) == times
+    assert run(trace(jax.grad(function), params), lambda e: e.primitive.name == "pallas_call") == times
+
+
+def test_no_product_of_maps_is_run_again_where_what_is_costly_is_kept(loss):
+    maps = 2 * 4 * 2 * 2 * 8  # B T H W C after the stem; the gates' products are smaller
+    large = lambda e: e.primitive.name in ("dot_general", "fft") and e.outvars[0].aval.size >= maps
+    traced = {kept: trace(jax.grad(function), params) for kept in (None, *KEPT) for function, params in [loss(kept)]}
+    count = {kept: run(jaxpr, large) for kept, jaxpr in traced.items()}
+    assert count["costly"] == count[None] < count["nothing"]

@@ -97,8 +97,30 @@ def kernel_of(dtype: jnp.dtype, head_channels: int, over: str) -> Literal["cudnn
     return "cudnn" if fits and over == "space" and available() else None
 
 
+class ScaledDense(nn.Module):
+    """scale (Dense(x)), scale [features] or None.
+
+    The weights are scaled, not what they give: the gradient of the scale comes from theirs, and no map is kept for it.
+    """
+
+    features: int
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        if scale is not None:
+            kernel, bias = kernel * scale, bias * scale
+        x, kernel, bias = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return x @ kernel + bias
+
+
 class MLP(nn.Module):
-    """Dense(ratio C), act, Dense(C); dwconv: h + a depthwise 3x3 convolution of h in between, for x [..., H, W, C]."""
+    """Dense(ratio C), act, Dense(C), times scale [C] if there is one; x [..., C].
+
+    dwconv: h + a depthwise 3x3 convolution of h in between, for x [..., H, W, C].
+    """
 
     ratio: float
     dtype: jnp.dtype | None = None
@@ -106,23 +128,22 @@ class MLP(nn.Module):
     dwconv: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         channels = x.shape[-1]
         hidden = core.ActivatedDense(int(self.ratio * channels), self.act, self.dtype, name="up")(x)
         if self.dwconv:
             hidden = hidden + DepthwiseConv(3, self.dtype, name="dwconv")(hidden)
-        return nn.Dense(channels, dtype=self.dtype, name="down")(hidden)
+        return ScaledDense(channels, self.dtype, name="down")(hidden, scale)
 
 
 class LayerScale(nn.Module):
-    """Per-channel factor, started at `init_value` (Touvron et al. 2021)."""
+    """A factor for each channel, [channels], started at `init_value` (Touvron et al. 2021)."""
 
     init_value: float
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gamma = self.param("gamma", nn.initializers.constant(self.init_value), x.shape[-1:])
-        return x * gamma.astype(x.dtype)
+    def __call__(self, channels: int) -> jax.Array:
+        return self.param("gamma", nn.initializers.constant(self.init_value), (channels,))
 
 
 class AttentionBlock(nn.Module):
@@ -152,7 +173,10 @@ class AttentionBlock(nn.Module):
             last = last_only and over == "time"
             attention = SelfAttention(self.num_heads, o.dtype, over, o.rope_mode, name=f"attn_{over}")
             y = attention(core.layer_norm(o.dtype, f"norm_{over}")(x), last_only=last)
-            x = (x[:, -1:] if last else x) + LayerScale(self.layer_scale_init, name=f"scale_{over}")(y)
-        y = MLP(self.mlp_ratio, o.dtype, name="mlp")(core.layer_norm(o.dtype, "norm_mlp")(x))
-        x = x + LayerScale(self.layer_scale_init, name="scale_mlp")(y)
+            x = (x[:, -1:] if last else x) + y * self._scale(over, y).astype(y.dtype)
+        y = core.layer_norm(o.dtype, "norm_mlp")(x)
+        x = x + MLP(self.mlp_ratio, o.dtype, name="mlp")(y, self._scale("mlp", y))
         return core.repeat_over_time(x - given, 1 if last_only else num_steps)
+
+    def _scale(self, branch: str, y: jax.Array) -> jax.Array:
+        return LayerScale(self.layer_scale_init, name=f"scale_{branch}")(y.shape[-1])

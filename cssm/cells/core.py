@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
-from jax.ad_checkpoint import checkpoint_name
 
 from cssm import spectral
 from cssm.depthwise import CausalConv, DepthwiseConv
@@ -18,9 +17,6 @@ from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
 from cssm.positions import time_code
 from cssm.scan import Method, linear_scan, repeat_over_time
 from cssm.spectral import Backend, Spectrum
-
-# By which rematerialisation knows what activations are made of (jax.ad_checkpoint).
-HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)
@@ -300,8 +296,7 @@ class ActivatedDense(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         x, kernel, _ = dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-        hidden = checkpoint_name(x @ kernel, HIDDEN)
-        return by_rows(functools.partial(activated_rows, act=self.act), hidden, (bias,), whole=False)
+        return by_rows(functools.partial(activated_rows, act=self.act), x @ kernel, (bias,), whole=False)
 
 
 def flatten(x_hat: jax.Array) -> jax.Array:

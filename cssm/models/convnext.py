@@ -32,7 +32,8 @@ class PureBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = layer_norm(self.dtype, "mixer_norm")(x)
         y = self.mixer(x.shape[-1], name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
-        y = LayerScale(self.layer_scale_init, name="mlp_scale")(MLP(self.mlp_ratio, self.dtype, name="mlp")(y))
+        scale = LayerScale(self.layer_scale_init, name="mlp_scale")(x.shape[-1])
+        y = MLP(self.mlp_ratio, self.dtype, name="mlp")(y, scale)
         return (x[:, -1:] if self.last_only else x) + blocks.DropPath(self.drop_path_rate, self.train, name="drop")(y)
 
 
@@ -55,7 +56,8 @@ class HybridBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
         y = layer_norm(self.dtype, "mlp_norm")(DepthwiseConv(7, self.dtype, name="conv")(x))
-        y = LayerScale(self.layer_scale_init, name="mlp_scale")(MLP(self.mlp_ratio, self.dtype, name="mlp")(y))
+        scale = LayerScale(self.layer_scale_init, name="mlp_scale")(x.shape[-1])
+        y = MLP(self.mlp_ratio, self.dtype, name="mlp")(y, scale)
         x = x + blocks.DropPath(self.drop_path_rate, self.train, name="mlp_drop")(y)
         y = layer_norm(self.dtype, "mixer_norm")(x)
         y = self.mixer(channels, name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)

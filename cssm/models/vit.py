@@ -34,12 +34,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        branch = _branch(self)
         y = layer_norm(self.dtype, "mixer_norm")(x)
         y = self.mixer(x.shape[-1], name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
-        x = (x[:, -1:] if self.last_only else x) + branch(self.output_act(y), "mixer")
+        y = self.output_act(y) * _scale(self, x, "mixer").astype(y.dtype)
+        x = (x[:, -1:] if self.last_only else x) + _drop(self, y, "mixer")
         y = layer_norm(self.dtype, "mlp_norm")(x)
-        return x + branch(MLP(self.mlp_ratio, self.dtype, dwconv=self.use_dwconv, name="mlp")(y), "mlp")
+        y = MLP(self.mlp_ratio, self.dtype, dwconv=self.use_dwconv, name="mlp")(y, _scale(self, x, "mlp"))
+        return x + _drop(self, y, "mlp")
 
 
 class TimeBlock(nn.Module):
@@ -55,17 +56,16 @@ class TimeBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = layer_norm(self.dtype, "time_norm")(x)
         y = SelfAttention(self.num_heads, self.dtype, "time", name="time")(y)
-        return x + _branch(self)(y, "time")
+        return x + _drop(self, y * _scale(self, x, "time").astype(y.dtype), "time")
 
 
-def _branch(block: Block | TimeBlock) -> Callable[[jax.Array, str], jax.Array]:
-    """Layer scale and drop path of a branch, in the block's compact call."""
+def _scale(block: Block | TimeBlock, x: jax.Array, name: str) -> jax.Array:
+    """Layer scale of a branch, in the block's compact call."""
+    return LayerScale(block.layer_scale_init, name=f"{name}_scale")(x.shape[-1])
 
-    def apply(y: jax.Array, name: str) -> jax.Array:
-        y = LayerScale(block.layer_scale_init, name=f"{name}_scale")(y)
-        return blocks.DropPath(block.drop_path_rate, block.train, name=f"{name}_drop")(y)
 
-    return apply
+def _drop(block: Block | TimeBlock, y: jax.Array, name: str) -> jax.Array:
+    return blocks.DropPath(block.drop_path_rate, block.train, name=f"{name}_drop")(y)
 
 
 class ViT(nn.Module):
