@@ -37,11 +37,8 @@ def fused_rows(
     where its second argument is 0; otherwise it must treat every number by itself. interpret None: where there is no
     GPU.
     """
-
-    def alone(steps, *arguments):
-        return (function(steps[0], *arguments),)
-
-    return _fused(alone, x.reshape(1, 1, -1, x.shape[-1]), parameters, whole, interpret).reshape(x.shape)
+    (y,) = _fused(_alone(function), x.reshape(1, 1, -1, x.shape[-1]), parameters, whole, interpret)
+    return y.reshape(x.shape)
 
 
 def fused_steps(
@@ -49,7 +46,7 @@ def fused_steps(
 ) -> jax.Array:
     """As fused_rows, of x [B, S, ..., C] and a function that sees the rows of all S steps at once, [R, n] of each."""
     rows = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    return _fused(function, rows, parameters, whole, interpret).reshape(x.shape)
+    return _fused(function, rows, parameters, whole, interpret)[0].reshape(x.shape)
 
 
 def by_rows(function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool) -> jax.Array:
@@ -61,24 +58,43 @@ def by_rows(function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], who
     return y.astype(x.dtype)
 
 
+def beside_rows(
+    function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(x, by_rows(function, x, ...)), for a residual sum: the kernel of the backward pass adds up both gradients."""
+    if interpret is None and (not available() or x.dtype == jnp.float64):
+        return x, by_rows(function, x, parameters, whole)
+    y, x_ = _fused(_alone(function), x.reshape(1, 1, -1, x.shape[-1]), parameters, whole, interpret, beside=True)
+    return x_.reshape(x.shape), y.reshape(x.shape)
+
+
+def _alone(function: Rows) -> Steps:
+    return lambda steps, *arguments: (function(steps[0], *arguments),)
+
+
 def _fused(
-    function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None
-) -> jax.Array:
-    """x [B, S, N, C]: S steps of N rows."""
+    function: Steps,
+    x: jax.Array,
+    parameters: tuple[jax.Array, ...],
+    whole: bool,
+    interpret: bool | None,
+    beside: bool = False,
+) -> tuple[jax.Array, ...]:
+    """(y,), or (y, x) if beside; x [B, S, N, C]: S steps of N rows."""
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
     columns = 1 << (x.shape[-1] - 1).bit_length()
     tiles = _Tiles(x.shape, columns if whole else min(columns, COLUMNS), interpret)
 
     @jax.custom_vjp
     def apply(x, parameters):
-        return _forward(tiles, function, x, parameters)
+        return _forward(tiles, function, x, parameters), *((x,) if beside else ())
 
     def forward(x, parameters):
         return apply(x, parameters), (x, parameters)
 
-    def backward(residuals, dy):
+    def backward(residuals, gradients):
         x, parameters = residuals
-        return _backward(tiles, function, x, parameters, dy)
+        return _backward(tiles, function, x, parameters, *gradients)
 
     apply.defvjp(forward, backward)
     return apply(x, parameters)
@@ -143,13 +159,14 @@ def _forward(tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax
 
 
 def _backward(
-    tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], dy: jax.Array
+    tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], dy: jax.Array, *beside: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Gradients of x and the parameters; beside: a gradient of x that is added to its own, or none."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     each = -(-tiles.blocks // min(PROGRAMS, tiles.blocks))
     programs = -(-tiles.blocks // each)
 
-    def kernel(x_ref, parameter_refs, dy_ref, dx_ref, partial_refs):
+    def kernel(x_ref, parameter_refs, dy_ref, beside_refs, dx_ref, partial_refs):
         program, (across, columns) = pl.program_id(0), tiles.across_at(pl.program_id(1))
         # As large as the rows, so that a gradient is summed over them once, however often its parameter is used.
         shape = (tiles.rows, tiles.columns)
@@ -164,6 +181,8 @@ def _backward(
             there, at = down[-1][:, None] * columns[None, :], tiles.at(down, across)
             load = lambda ref: tuple(_load(ref, index, there, dtype) for index in at)
             dx, *grads = jax.vjp(apply, load(x_ref), *values)[1](load(dy_ref))
+            for ref in beside_refs:
+                dx = tuple(map(jnp.add, dx, load(ref)))
             _store(dx_ref, at, there, dx)
             return tuple(sum_ + (d if late else d.sum(0)) for sum_, d in zip(sums, grads, strict=True))
 
@@ -174,7 +193,7 @@ def _backward(
 
     partial = jax.ShapeDtypeStruct((programs, tiles.channels), dtype)
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype), (partial,) * len(parameters))
-    dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy)
+    dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside)
     return dx, tuple(p.sum(0).astype(q.dtype) for p, q in zip(partials, parameters, strict=True))
 
 

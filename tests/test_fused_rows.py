@@ -49,6 +49,27 @@ def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, shape)
         for rows in (fused_rows.fused_rows, by_rows):
             got = gradients(lambda x, parameters, rows=rows: rows(function, x, parameters, whole))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-11), want, got)
+        # A residual sum: x once more, by another way than through the rows.
+        want = gradients(lambda x, parameters: jnp.sin(x) + formula(x, *parameters))
+        for interpret in (True, None):
+            both = lambda x, parameters, i=interpret: fused_rows.beside_rows(function, x, parameters, whole, i)
+            got = gradients(lambda x, parameters, both=both: jnp.sin(both(x, parameters)[0]) + both(x, parameters)[1])
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-11), want, got)
+
+
+def test_both_gradients_of_a_residual_sum_are_added_in_the_kernel():
+    """Otherwise they are two maps, and a third is their sum."""
+    x, parameters = jnp.ones((4, 24)), (jnp.ones(24), jnp.zeros(24))
+
+    def sums(both):
+        def loss(x):
+            x, y = both(x)
+            return jnp.sum(jnp.sin(x) + jnp.cos(y))
+
+        return [e.primitive.name for e in jax.make_jaxpr(jax.grad(loss))(x).eqns].count("add_any")
+
+    assert sums(lambda x: fused_rows.beside_rows(NORM, x, parameters, True, interpret=True)) == 0
+    assert sums(lambda x: (x, fused_rows.fused_rows(NORM, x, parameters, True, interpret=True))) == 1
 
 
 def test_bf16_is_rounded_on_the_way_in_and_out_alone():

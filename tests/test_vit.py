@@ -11,7 +11,7 @@ from trunks import calls
 
 from cssm import models
 from cssm.cells.attention import MLP
-from cssm.cells.core import LayerNorm
+from cssm.cells.core import LayerNorm, ResidualNorm
 from cssm.config import Config
 from cssm.models import blocks
 
@@ -46,7 +46,7 @@ def test_depth_counts_blocks_and_each_has_its_norms_and_scales(config):
 @pytest.mark.parametrize("images,steps", [(STILL, 1), (CLIP, 3)], ids=["still", "clip"])
 def test_only_the_last_step_leaves_the_last_block(images, steps):
     """A still image is unrolled by the first cell; the last block's MLP, and the head, run for one step."""
-    assert seen(LayerNorm, lambda m, x: x.shape[1], RECURRENT, images, norm_type="layer") == [
+    assert seen((LayerNorm, ResidualNorm), lambda m, x: x.shape[1], RECURRENT, images, norm_type="layer") == [
         *(steps, steps),  # of the stem and of block 0
         *(3, 3, 3, 3, 1, 1),
     ]

@@ -12,7 +12,7 @@ from cssm.config import Config
 
 
 def calls(model, kind, note, images):
-    """note(module, x) of every call of a module of this kind, in order; nothing is computed."""
+    """note(module, x) of every call of a module of this kind (or one of these), in order; nothing is computed."""
     notes = []
 
     def listen(call, args, kwargs, context):

@@ -172,9 +172,10 @@ class AttentionBlock(nn.Module):
         for over in ("space", "time") if self.over_time else ("space",):
             last = last_only and over == "time"
             attention = SelfAttention(self.num_heads, o.dtype, over, o.rope_mode, name=f"attn_{over}")
-            y = attention(core.layer_norm(o.dtype, f"norm_{over}")(x), last_only=last)
+            x, y = core.ResidualNorm(name=f"norm_{over}")(x)
+            y = attention(y, last_only=last)
             x = (x[:, -1:] if last else x) + y * self._scale(over, y).astype(y.dtype)
-        y = core.layer_norm(o.dtype, "norm_mlp")(x)
+        x, y = core.ResidualNorm(name="norm_mlp")(x)
         x = x + MLP(self.mlp_ratio, o.dtype, name="mlp")(y, self._scale("mlp", y))
         return core.repeat_over_time(x - given, 1 if last_only else num_steps)
 

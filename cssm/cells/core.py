@@ -13,7 +13,7 @@ from flax.linen import dtypes
 
 from cssm import spectral
 from cssm.depthwise import CausalConv, DepthwiseConv
-from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
+from cssm.fused_rows import activated_rows, beside_rows, by_rows, layer_norm_rows
 from cssm.positions import time_code
 from cssm.scan import Method, linear_scan, repeat_over_time
 from cssm.spectral import Backend, Spectrum
@@ -273,10 +273,28 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
-        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
-        x, _, _ = dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
-        return by_rows(functools.partial(layer_norm_rows, epsilon=1e-6), x, (scale, bias), whole=True)
+        parameters = _scale_and_bias(self, x)
+        x, *_ = dtypes.promote_dtype(x, *parameters, dtype=self.dtype)
+        return by_rows(_NORM, x, parameters, whole=True)
+
+
+class ResidualNorm(nn.Module):
+    """(x, LayerNorm of x), both in the dtype of x: the norm that begins a branch, and what the branch is added to.
+
+    On a GPU the kernel of the norm's backward pass adds up both gradients (cssm.fused_rows).
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return beside_rows(_NORM, x, _scale_and_bias(self, x), whole=True)
+
+
+_NORM = functools.partial(layer_norm_rows, epsilon=1e-6)
+
+
+def _scale_and_bias(module: nn.Module, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scale = module.param("scale", nn.initializers.ones, x.shape[-1:])
+    return scale, module.param("bias", nn.initializers.zeros, x.shape[-1:])
 
 
 def layer_norm(dtype: jnp.dtype | None, name: str) -> LayerNorm:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, LayerScale
-from cssm.cells.core import layer_norm
+from cssm.cells.core import ResidualNorm, layer_norm
 from cssm.depthwise import DepthwiseConv
 from cssm.models import blocks
 from cssm.stages import Stage
@@ -30,7 +30,7 @@ class PureBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = layer_norm(self.dtype, "mixer_norm")(x)
+        x, y = ResidualNorm(name="mixer_norm")(x)
         y = self.mixer(x.shape[-1], name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
         scale = LayerScale(self.layer_scale_init, name="mlp_scale")(x.shape[-1])
         y = MLP(self.mlp_ratio, self.dtype, name="mlp")(y, scale)
@@ -59,7 +59,7 @@ class HybridBlock(nn.Module):
         scale = LayerScale(self.layer_scale_init, name="mlp_scale")(x.shape[-1])
         y = MLP(self.mlp_ratio, self.dtype, name="mlp")(y, scale)
         x = x + blocks.DropPath(self.drop_path_rate, self.train, name="mlp_drop")(y)
-        y = layer_norm(self.dtype, "mixer_norm")(x)
+        x, y = ResidualNorm(name="mixer_norm")(x)
         y = self.mixer(channels, name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
         y = layer_norm(self.dtype, "mixed_norm")(y)
         return (x[:, -1:] if self.last_only else x) + blocks.DropPath(self.drop_path_rate, self.train, name="drop")(y)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, SelfAttention
-from cssm.cells.core import layer_norm
+from cssm.cells.core import ResidualNorm, layer_norm
 from cssm.depthwise import DepthwiseConv
 from cssm.models import blocks
 from cssm.stages import Stage
@@ -42,7 +42,8 @@ class ConvBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        y = DepthwiseConv(7, self.dtype, name="conv")(layer_norm(self.dtype, "conv_norm")(x))
+        x, y = ResidualNorm(name="conv_norm")(x)
+        y = DepthwiseConv(7, self.dtype, name="conv")(y)
         y = nn.Dense(channels, dtype=self.dtype, name="proj")(nn.gelu(y))
         return _with_mlp(self, x + _drop(self, y, "conv"), dwconv=False)
 
@@ -83,14 +84,14 @@ class AttentionBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        z = layer_norm(self.dtype, "mixer_norm")(x)
-        y = SelfAttention(1, self.dtype, pos_conv=True, name="mixer")(z)
+        x, y = ResidualNorm(name="mixer_norm")(x)
+        y = SelfAttention(1, self.dtype, pos_conv=True, name="mixer")(y)
         return _with_mlp(self, x + _drop(self, y, "mixer"), dwconv=True)
 
 
 def _with_mlp(block: ConvBlock | CellBlock | AttentionBlock, x: jax.Array, dwconv: bool) -> jax.Array:
     """The second half of a block, in its compact call."""
-    y = layer_norm(block.dtype, "mlp_norm")(x)
+    x, y = ResidualNorm(name="mlp_norm")(x)
     return x + _drop(block, MLP(block.mlp_ratio, block.dtype, dwconv=dwconv, name="mlp")(y), "mlp")
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, LayerScale, SelfAttention
-from cssm.cells.core import layer_norm
+from cssm.cells.core import ResidualNorm, layer_norm
 from cssm.models import blocks
 
 
@@ -34,11 +34,11 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = layer_norm(self.dtype, "mixer_norm")(x)
+        x, y = ResidualNorm(name="mixer_norm")(x)
         y = self.mixer(x.shape[-1], name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
         y = self.output_act(y) * _scale(self, x, "mixer").astype(y.dtype)
         x = (x[:, -1:] if self.last_only else x) + _drop(self, y, "mixer")
-        y = layer_norm(self.dtype, "mlp_norm")(x)
+        x, y = ResidualNorm(name="mlp_norm")(x)
         y = MLP(self.mlp_ratio, self.dtype, dwconv=self.use_dwconv, name="mlp")(y, _scale(self, x, "mlp"))
         return x + _drop(self, y, "mlp")
 
@@ -54,7 +54,7 @@ class TimeBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = layer_norm(self.dtype, "time_norm")(x)
+        x, y = ResidualNorm(name="time_norm")(x)
         y = SelfAttention(self.num_heads, self.dtype, "time", name="time")(y)
         return x + _drop(self, y * _scale(self, x, "time").astype(y.dtype), "time")
 
