@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from cssm.fused import available
 
 # Numbers of a program at a time, and columns of it where a row may be cut.
-TILE, COLUMNS = 4096, 512
+TILE, COLUMNS, WARPS = 4096, 512, 4
 # Programs that share the rows in the backward pass: each leaves a partial sum for every parameter.
 PROGRAMS = 2048
 
@@ -115,7 +115,7 @@ class _Tiles:
             kernel,
             out_shape=out_shape,
             grid=(programs, self.across),
-            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
             interpret=self.interpret,
         )(*operands)
 
