@@ -26,6 +26,8 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).st
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Output is buffered as it is for most users, so that its order is tested too.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Programs that tests start find the bytecode of those before them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Compiled programs are kept between runs of the tests, in a folder that git ignores.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "xla" / platform.node())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
@@ -33,7 +35,12 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_collection_finish():
-    """What the imports made stays to the end: the collector need not go through it after every few programs."""
+    """What the imports made stays to the end: the collector need not go through it after every few programs.
+
+    Programs that tests start, which compile the same few dozen small things each, keep these too. This process, which
+    compiles each once, has read its own limit when it imported jax.
+    """
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
