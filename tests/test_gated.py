@@ -70,7 +70,7 @@ def test_gradients_of_all_paths_agree_in_float64():
 
 def test_later_frames_never_change_earlier_outputs(key):
     cell, x = make(), jnp.asarray(oracle.wave_input())
-    params = cell.init(key, x)
+    params = {"params": laws.init(cell, key, x)}
     changed = cell.apply(params, x.at[:, 2:].add(1.0))
     want = cell.apply(params, x)
     np.testing.assert_array_equal(changed[:, :2], want[:, :2])
@@ -83,7 +83,7 @@ def test_a_still_image_is_the_clip_of_its_copies(temporal, rope_mode, key):
     cell = make(temporal=temporal, rope_mode=rope_mode)
     x = jnp.asarray(oracle.wave_input((2, 1, 8, 10, 8)))
     clip = jnp.repeat(x, 4, axis=1)
-    params = cell.init(key, clip)
+    params = {"params": laws.init(cell, key, clip)}
     whole = cell.apply(params, clip)
     np.testing.assert_allclose(cell.apply(params, x, num_steps=4), whole, atol=1e-5)
     np.testing.assert_allclose(cell.apply(params, x, num_steps=4, last_only=True), whole[:, -1:], atol=1e-5)
@@ -91,7 +91,7 @@ def test_a_still_image_is_the_clip_of_its_copies(temporal, rope_mode, key):
 
 def test_with_a_single_step_the_kernel_has_no_effect(key):
     cell, x = make(), jnp.asarray(oracle.wave_input((2, 1, 8, 10, 8)))
-    params = cell.init(key, x)
+    params = {"params": laws.init(cell, key, x)}
     grads = jax.jit(jax.grad(lambda p: jnp.sum(cell.apply(p, x) ** 2)))(params)
     np.testing.assert_array_equal(grads["params"]["kernel"]["kernel"], 0.0)
 

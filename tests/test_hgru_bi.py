@@ -108,7 +108,7 @@ def test_a_still_image_is_the_clip_of_its_copies(rope_mode, gate_type, key):
     cell = HGRUBilinear(options(rope_mode=rope_mode, gate_type=gate_type, kernel_origin="origin"))
     x = jnp.asarray(oracle.wave_input((2, 1, 8, 10, 8)))
     clip = jnp.repeat(x, 4, axis=1)
-    params = cell.init(key, clip)
+    params = {"params": laws.init(cell, key, clip)}
     whole = cell.apply(params, clip)
     np.testing.assert_allclose(cell.apply(params, x, num_steps=4), whole, atol=2e-5)
     np.testing.assert_allclose(cell.apply(params, x, num_steps=4, last_only=True), whole[:, -1:], atol=2e-5)

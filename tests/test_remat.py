@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import pytest
 
@@ -37,7 +38,7 @@ def loss(monkeypatch):
 
     def of(kept):
         model = models.build(Config(**SMALL, scan="fused"), 3, wrapper(strategy, kept))
-        params = jax.jit(model.init)(jax.random.key(0), images)
+        params = {"params": laws.init(model, jax.random.key(0), images)}
         return lambda params: jnp.sum(jnp.sin(model.apply(params, images))), params
 
     return of
