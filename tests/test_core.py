@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import pytest
 
@@ -62,7 +63,7 @@ def test_without_the_time_code_a_later_start_changes_nothing(name, key):
 def test_the_activation_before_the_projection_acts_on_each_state(name, states, key):
     x = randn(1, 2, 4, 6, 4)
     cell = lambda act, read: CELLS[name](CellOptions(4, kernel_size=3, pre_output_act=act), readout_state=read)
-    params = jax.jit(cell("silu", states).init)(key, x)
+    params = {"params": laws.init(cell("silu", states), key, x)}
     kernel, bias = (params["params"]["output_proj"][leaf] for leaf in ("kernel", "bias"))
     alone = {"params": {leaf: value for leaf, value in params["params"].items() if leaf != "output_proj"}}
     maps = [jax.jit(cell("none", state).apply)(alone, x) for state in states]

@@ -5,6 +5,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import pytest
 
@@ -90,7 +91,7 @@ def test_cells_are_residual():
     """With cells that return nothing the last frame goes through alone."""
     clip, key = randn(2, 3, 8, 8, 1), jax.random.key(0)
     model, _ = trunk(pos_embed="none")
-    variables = jax.jit(model.init)(key, clip)
+    variables = {"params": laws.init(model, key, clip)}
     logits = jax.jit(model.apply)(variables, clip)
     np.testing.assert_allclose(logits, jax.jit(model.apply)(variables, clip[:, -1]), atol=1e-5)
     assert np.abs(logits - jax.jit(model.apply)(variables, clip[:, 0])).max() > 1e-3

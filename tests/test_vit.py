@@ -5,6 +5,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 import pytest
 from trunks import calls
@@ -76,7 +77,7 @@ def test_attention_over_time_comes_after_every_so_many_blocks():
     shapes = parameters(BASELINE, temporal_attn_every=2)
     assert set(shapes) - set(parameters(BASELINE)) == {"block_1_time"}
     model = built(BASELINE, temporal_attn_every=2, layer_scale_init=1.0)
-    variables = jax.jit(model.init)(jax.random.key(0), STILL)
+    variables = {"params": laws.init(model, jax.random.key(0), STILL)}
     apply = jax.jit(lambda images: model.apply(variables, images))
     frames = apply(CLIP.reshape(10, 8, 8, 1)).reshape(2, 5, 10)
     assert np.abs(apply(CLIP) - frames.mean(1)).max() > 1e-3, "frames do not mix"
@@ -113,7 +114,7 @@ def test_drop_path_rates_rise_linearly_to_the_last_block():
 def test_the_baseline_pools_all_frames():
     """Frames do not mix, so that the mean over a clip is the mean of its frames."""
     model = built(BASELINE)
-    variables = jax.jit(model.init)(jax.random.key(0), STILL)
+    variables = {"params": laws.init(model, jax.random.key(0), STILL)}
     apply = jax.jit(lambda images: model.apply(variables, images))
     whole = apply(CLIP)
     frames = apply(CLIP.reshape(10, 8, 8, 1)).reshape(2, 5, 10)

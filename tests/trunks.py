@@ -5,6 +5,7 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import laws
 import numpy as np
 
 from cssm import models
@@ -51,9 +52,10 @@ class Doubled(nn.Module):
 
 def moved(block, x, key):
     """Parameters of a block, moved off their start, as a dict of numpy arrays in float64."""
-    params = jax.jit(block.init)(key, x)["params"]
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64) + 0.3 * rng.normal(size=leaf.shape), params)
+    return jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float64) + 0.3 * rng.normal(size=leaf.shape), laws.init(block, key, x)
+    )
 
 
 def normed(p, x, axes=(-1,)):
