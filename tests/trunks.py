@@ -1,5 +1,6 @@
 """What tests of trunks share: the calls of their parts, their parameters, and the layers of blocks in plain numpy."""
 
+import functools
 import math
 
 import flax.linen as nn
@@ -27,8 +28,13 @@ def calls(model, kind, note, images):
 
 
 def variables_of(config, images, num_classes=10):
-    """Shapes of the parameters and statistics."""
-    return jax.eval_shape(models.build(config, num_classes).init, jax.random.key(0), images)
+    """Shapes of the parameters and statistics, traced once for all tests that ask for the same."""
+    return _variables_of(config, images.shape, num_classes)
+
+
+@functools.cache
+def _variables_of(config, shape, num_classes):
+    return jax.eval_shape(models.build(config, num_classes).init, jax.random.key(0), jnp.zeros(shape))
 
 
 def count(num_classes, side=224, **settings):
