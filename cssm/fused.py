@@ -111,11 +111,20 @@ def fused_scan(
     return out.reshape(*out.shape[:-2], -1)
 
 
-def _call(kernel: Callable, plan: Plan, grid: tuple[int, ...], out_shape: Tree, operands: Tree) -> Tree:
+def _call(
+    kernel: Callable,
+    plan: Plan,
+    grid: tuple[int, ...],
+    out_shape: Tree,
+    operands: Tree,
+    over: dict[int, int] | None = None,
+) -> Tree:
+    """over: which array of the results is written over which one of the operands."""
     return pl.pallas_call(
         kernel,
         out_shape=(out_shape,),  # one argument of the kernel, whatever its structure
         grid=grid,
+        input_output_aliases=over or {},
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=plan.interpret,
     )(*operands)[0]
@@ -144,7 +153,12 @@ def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax
         None,
     )
     grid = plan.grid(plan.parts)
-    parts = _call(backward_kernel(work), plan, grid, out_shape, (operands, kept, d_out))
+    given, over = (operands, kept, d_out), {}
+    # Where all states are read at all steps, the gradient of the inputs takes the place of theirs: a program reads
+    # there what its own result is made of. Both at once may be the peak of a step.
+    if (d_out.shape, d_out.dtype) == (inputs.shape, inputs.dtype):
+        over = {len(jax.tree.leaves(given)) - 1: len(jax.tree.leaves(out_shape)) - 1}
+    parts = _call(backward_kernel(work), plan, grid, out_shape, given, over)
     d_offset = None
     if offset is not None:
         d_offset = parts.inputs[:, :, 0, 0].astype(plan.carry).sum((0, 1)).astype(offset.dtype)

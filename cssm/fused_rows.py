@@ -110,11 +110,13 @@ class _Tiles:
         self.down, self.across = -(-self.number // self.rows), -(-self.channels // columns)
         self.blocks = batch * self.down
 
-    def call(self, kernel: Callable, programs: int, out_shape: Any, *operands: Any) -> Any:
+    def call(self, kernel: Callable, programs: int, out_shape: Any, *operands: Any, over: dict[int, int]) -> Any:
+        """over: which result is written over which operand."""
         return pl.pallas_call(
             kernel,
             out_shape=out_shape,
             grid=(programs, self.across),
+            input_output_aliases=over,
             compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
             interpret=self.interpret,
         )(*operands)
@@ -155,7 +157,7 @@ def _forward(tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax
         steps = tuple(_load(x_ref, index, there, dtype) for index in at)
         _store(y_ref, at, there, function(steps, columns.astype(dtype), *values))
 
-    return tiles.call(kernel, tiles.blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x, parameters)
+    return tiles.call(kernel, tiles.blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x, parameters, over={})
 
 
 def _backward(
@@ -193,7 +195,9 @@ def _backward(
 
     partial = jax.ShapeDtypeStruct((programs, tiles.channels), dtype)
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype), (partial,) * len(parameters))
-    dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside)
+    # Where the gradient of what the rows give was, that of x takes its place: both at once are the peak of a step.
+    over = {1 + len(parameters): 0}
+    dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside, over=over)
     return dx, tuple(p.sum(0).astype(q.dtype) for p, q in zip(partials, parameters, strict=True))
 
 
