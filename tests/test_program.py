@@ -104,11 +104,13 @@ def test_memory_for_the_state_falls_to_an_eighth():
 
 @pytest.mark.slow
 def test_temporary_memory_falls_too():
-    """Where parameters are more than activations. A CPU's compiler keeps what it has gathered; a GPU's frees it."""
+    """Where parameters are more than activations. A CPU's compiler keeps what it has gathered, and the weights that a
+    layer scale has multiplied; a GPU's frees it.
+    """
     large = {"arch": "baseline", "depth": 3, "embed_dim": 128, "mlp_ratio": 4.0, "seq_len": None, "kernel_size": None}
     temporary = {}
     for shard in ("none", "optimizer", "params"):
         memory = built(shard, **large)[1].compile().memory_analysis()
         temporary[shard] = memory.temp_size_in_bytes
-    assert temporary["params"] < 0.6 * temporary["none"]
-    assert temporary["optimizer"] < 0.6 * temporary["none"]
+    assert temporary["params"] < 0.65 * temporary["none"]
+    assert temporary["optimizer"] < 0.65 * temporary["none"]
