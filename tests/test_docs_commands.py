@@ -36,6 +36,7 @@ NOT_RUN = {
     "bash .ci/run": "it runs all tests, these among them, from a fresh clone",
     "python tests/faults/soak.py": "`make soak` of the same page runs it",
     "SEED=7 python tests/faults/soak.py": "likewise",
+    "python tests/aot/compile_step.py": "it needs jax's CUDA packages, gigabytes that are no requirement",
 }
 
 
