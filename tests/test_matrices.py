@@ -9,7 +9,7 @@ import pytest
 
 from cssm import models
 from cssm.cells import CELLS, core
-from cssm.cells.attention import SplitDense
+from cssm.cells.attention import ScaledDense, SplitDense
 from cssm.config import ARCHS, Config
 from cssm.depthwise import CausalConv, DepthwiseConv
 from cssm.optimizers import decays, matrices
@@ -42,7 +42,7 @@ def mixes(module, leaf):
         core.SpectralDense: True,
         core.ActivatedDense: True,
     }
-    return {nn.Dense: True, SplitDense: True, **known}[type(module)]
+    return {nn.Dense: True, ScaledDense: True, SplitDense: True, **known}[type(module)]
 
 
 SPECTRAL = {"kernel_domain": "spectral", "gate_type": "dense"}
