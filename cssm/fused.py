@@ -112,19 +112,14 @@ def fused_scan(
 
 
 def _call(
-    kernel: Callable,
-    plan: Plan,
-    grid: tuple[int, ...],
-    out_shape: Tree,
-    operands: Tree,
-    over: dict[int, int] | None = None,
+    kernel: Callable, plan: Plan, grid: tuple[int, ...], out_shape: Tree, operands: Tree, over: dict[int, int]
 ) -> Tree:
     """over: which array of the results is written over which one of the operands."""
     return pl.pallas_call(
         kernel,
         out_shape=(out_shape,),  # one argument of the kernel, whatever its structure
         grid=grid,
-        input_output_aliases=over or {},
+        input_output_aliases=over,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=plan.interpret,
     )(*operands)[0]
@@ -137,7 +132,7 @@ def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax
     out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
     out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
     grid = plan.grid(plan.batch)
-    result = _call(forward_kernel(work, keep), plan, grid, out_shape, (operands,))
+    result = _call(forward_kernel(work, keep), plan, grid, out_shape, (operands,), over={})
     return result if keep else (result, None)
 
 
@@ -155,7 +150,7 @@ def _backward(work: Work, operands: Operands, kept: jax.Array | None, d_out: jax
     grid = plan.grid(plan.parts)
     given, over = (operands, kept, d_out), {}
     # Where all states are read at all steps, the gradient of the inputs takes the place of theirs: a program reads
-    # there what its own result is made of. Both at once may be the peak of a step.
+    # there, in one warp, what its own result is made of. Both at once may be the peak of a step.
     if (d_out.shape, d_out.dtype) == (inputs.shape, inputs.dtype):
         over = {len(jax.tree.leaves(given)) - 1: len(jax.tree.leaves(out_shape)) - 1}
     parts = _call(backward_kernel(work), plan, grid, out_shape, given, over)

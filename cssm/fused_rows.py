@@ -19,6 +19,7 @@ from cssm.fused import available
 
 # Numbers of a program at a time, and columns of it where a row may be cut.
 TILE, COLUMNS, WARPS = 4096, 512, 4
+WARP = 32  # threads
 # Programs that share the rows in the backward pass: each leaves a partial sum for every parameter.
 PROGRAMS = 2048
 
@@ -195,8 +196,9 @@ def _backward(
 
     partial = jax.ShapeDtypeStruct((programs, tiles.channels), dtype)
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype), (partial,) * len(parameters))
-    # Where the gradient of what the rows give was, that of x takes its place: both at once are the peak of a step.
-    over = {1 + len(parameters): 0}
+    # Where the gradient of what the rows give was, that of x takes its place: both at once are the peak of a step. Not
+    # where several threads read a number: one could be late, and find what another has written.
+    over = {1 + len(parameters): 0} if tiles.rows * tiles.columns >= WARPS * WARP else {}
     dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside, over=over)
     return dx, tuple(p.sum(0).astype(q.dtype) for p, q in zip(partials, parameters, strict=True))
 

@@ -14,6 +14,7 @@ from cssm.cells import gated, gdn, hgru, hgru_bi
 from cssm.cells.core import gated_states
 from cssm.flops import count_flops
 from cssm.fused import fused_scan
+from cssm.jaxprs import inner, trace
 from cssm.scan import every_state, linear_scan
 from cssm.spectral import Packed, Spectrum
 
@@ -122,6 +123,28 @@ def test_stable_transition_is_taken_within_the_kernel():
     with jax.enable_x64(True):
         plain, _ = next(both(*args))
         assert np.abs(stable - plain).max() > 0.01
+
+
+def written_over(function, *args):
+    """The shapes of what kernels write over one of their operands."""
+
+    def of(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                yield from (equation.outvars[out].aval.shape for _, out in equation.params["input_output_aliases"])
+            else:
+                for part in inner(equation):
+                    yield from of(part)
+
+    return list(of(trace(function, *args)))
+
+
+@pytest.mark.parametrize("shown,last_only", [(4, False), (4, True), (1, False)])
+def test_the_gradient_is_written_over_the_given_one_where_it_is_as_large(shown, last_only):
+    make_step, constants, counts, gates, inputs = problem(4, 8, shown)
+    scan = lambda inputs: fused_scan(make_step, constants, counts, gates, inputs, last_only, every_state, ())
+    over = written_over(jax.grad(lambda inputs: jnp.sum(scan(inputs))), inputs)
+    assert [np.prod(shape) for shape in over] == ([] if last_only or shown < 4 else [inputs.size])
 
 
 @pytest.mark.parametrize("d,heads,last_only", [(2, 3, True), (3, 2, False)])

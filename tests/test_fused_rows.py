@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fused import on_a_gpu
+from test_fused import on_a_gpu, written_over
 
 from cssm import fused_rows
 from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
@@ -70,6 +70,15 @@ def test_both_gradients_of_a_residual_sum_are_added_in_the_kernel():
 
     assert sums(lambda x: fused_rows.beside_rows(NORM, x, parameters, True, interpret=True)) == 0
     assert sums(lambda x: (x, fused_rows.fused_rows(NORM, x, parameters, True, interpret=True))) == 1
+
+
+@pytest.mark.parametrize("warps,over", [(4, True), (32, False)])
+def test_the_gradient_is_written_over_the_given_one_where_no_two_threads_read_a_number(monkeypatch, warps, over):
+    monkeypatch.setattr(fused_rows, "TILE", 512)
+    monkeypatch.setattr(fused_rows, "WARPS", warps)
+    x, parameters = jnp.ones((300, 64)), (jnp.ones(64), jnp.zeros(64))
+    loss = lambda x: jnp.sum(jnp.sin(fused_rows.fused_rows(NORM, x, parameters, True, interpret=True)))
+    assert written_over(jax.grad(loss), x) == [(1, 1, *x.shape)] * over
 
 
 def test_bf16_is_rounded_on_the_way_in_and_out_alone():

@@ -14,7 +14,7 @@ from cssm.step import Sums, init_state, make_backward, make_finish
 from parallel import devices as par
 from parallel.sharded import make_strategy
 
-SMALL = {"arch": "vit", "depth": 1, "embed_dim": 6, "mlp_ratio": 1.0, "image_size": 8, "kernel_size": 3, "seq_len": 2}
+SMALL = {"arch": "vit", "depth": 2, "embed_dim": 6, "mlp_ratio": 1.0, "image_size": 8, "kernel_size": 3, "seq_len": 2}
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "collective_permute")
 
 

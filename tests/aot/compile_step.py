@@ -92,9 +92,10 @@ def bytes_of(shapes: str) -> int:
     return sum(SIZES[dtype] * int(np.prod([int(n) for n in dims.split(",") if n] or [1])) for dtype, dims in arrays)
 
 
-def pretended() -> Iterator[tuple[Any, str, Any]]:
+def pretended(devices: list[Any]) -> Iterator[tuple[Any, str, Any]]:
     """(object, name, value): what asks for the device that runs is told of the one that the step is compiled for."""
     yield jax, "default_backend", lambda: "gpu"
+    yield par, "select_devices", lambda *asked: devices
     yield par, "memory_limit", lambda devices: MEMORY
     for module in (sync, sharded):
         yield module, "spmd", lambda fn, devices, **how: fn
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{number}")
     devices = list(topology.devices)
     with ExitStack() as pretence:
-        for target, name, value in pretended():
+        for target, name, value in pretended(devices):
             pretence.enter_context(patch.object(target, name, value))
         report = pretence.enter_context(Reporter(None, primary=True))
         setup = set_up(Run(Path(), config, resumed=False), devices, report, load=False)
