@@ -8,7 +8,7 @@ program is interpreted, which is for tests.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,24 @@ from jax.experimental.pallas import triton as plt
 
 from cssm.fused import available
 
-# Numbers of a program at a time, and columns of it where a row may be cut.
-TILE, COLUMNS, WARPS = 4096, 512, 4
+COLUMNS = 512  # of a program, where a row may be cut
 WARP = 32  # threads
-# Programs that share the rows in the backward pass: each leaves a partial sum for every parameter.
-PROGRAMS = 2048
+
+
+class Share(NamedTuple):
+    """Of the rows: numbers of a program at a time, its warps, and how many programs share all rows in the backward
+    pass, each of which leaves a partial sum for every parameter.
+    """
+
+    numbers: int
+    warps: int
+    programs: int
+
+
+SHARE = Share(4096, 4, 2048)
+# Of rows of 257 to 1024 columns that are whole. Several warps would have parts of one row, and wait for each other at
+# every sum over it.
+WIDE = Share(1024, 1, 4096)
 
 # (rows [R, C], which of their columns are there [C], parameters [C] or [R, C] ...) -> rows
 Rows = Callable[..., jax.Array]
@@ -84,7 +97,8 @@ def _fused(
     """(y,), or (y, x) if beside; x [B, S, N, C]: S steps of N rows."""
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
     columns = 1 << (x.shape[-1] - 1).bit_length()
-    tiles = _Tiles(x.shape, columns if whole else min(columns, COLUMNS), interpret)
+    share = WIDE if whole and 256 < columns <= 1024 else SHARE
+    tiles = _Tiles(x.shape, columns if whole else min(columns, COLUMNS), share, interpret)
 
     @jax.custom_vjp
     def apply(x, parameters):
@@ -104,10 +118,10 @@ def _fused(
 class _Tiles:
     """How [B, S, N, C] is cut: `rows` x `columns` numbers of all steps at a time."""
 
-    def __init__(self, shape: tuple[int, ...], columns: int, interpret: bool):
+    def __init__(self, shape: tuple[int, ...], columns: int, share: Share, interpret: bool):
         batch, self.steps, self.number, self.channels = shape
-        self.columns, self.interpret = columns, interpret
-        self.rows = max(1, TILE // columns // (1 << (self.steps - 1).bit_length()))
+        self.columns, self.share, self.interpret = columns, share, interpret
+        self.rows = max(1, share.numbers // columns // (1 << (self.steps - 1).bit_length()))
         self.down, self.across = -(-self.number // self.rows), -(-self.channels // columns)
         self.blocks = batch * self.down
 
@@ -118,7 +132,7 @@ class _Tiles:
             out_shape=out_shape,
             grid=(programs, self.across),
             input_output_aliases=over,
-            compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+            compiler_params=plt.CompilerParams(num_warps=self.share.warps, num_stages=1),
             interpret=self.interpret,
         )(*operands)
 
@@ -166,7 +180,7 @@ def _backward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gradients of x and the parameters; beside: a gradient of x that is added to its own, or none."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    each = -(-tiles.blocks // min(PROGRAMS, tiles.blocks))
+    each = -(-tiles.blocks // min(tiles.share.programs, tiles.blocks))
     programs = -(-tiles.blocks // each)
 
     def kernel(x_ref, parameter_refs, dy_ref, beside_refs, dx_ref, partial_refs):
@@ -198,7 +212,7 @@ def _backward(
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype), (partial,) * len(parameters))
     # Where the gradient of what the rows give was, that of x takes its place: both at once are the peak of a step. Not
     # where several threads read a number: one could be late, and find what another has written.
-    over = {1 + len(parameters): 0} if tiles.rows * tiles.columns >= WARPS * WARP else {}
+    over = {1 + len(parameters): 0} if tiles.rows * tiles.columns >= tiles.share.warps * WARP else {}
     dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside, over=over)
     return dx, tuple(p.sum(0).astype(q.dtype) for p, q in zip(partials, parameters, strict=True))
 

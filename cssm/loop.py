@@ -171,7 +171,7 @@ class Loop:
             "best": self.best,
             **self.last,
             "time_to_first_step_s": self.time_to_first_step_s,
-            "compile_s": self.meter.seconds["compile"],
+            **{f"{span}_s": self.meter.seconds[span] for span in ("compile", "data_wait", "evaluate", "save")},
             "wall_s": wall_s,
             "goodput": self.meter.goodput(),
             **({"trace": self.config.profile} if self.config.profile else {}),

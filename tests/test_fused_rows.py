@@ -11,7 +11,7 @@ import pytest
 from test_fused import on_a_gpu, written_over
 
 from cssm import fused_rows
-from cssm.fused_rows import activated_rows, by_rows, layer_norm_rows
+from cssm.fused_rows import Share, activated_rows, by_rows, layer_norm_rows
 
 NORM = functools.partial(layer_norm_rows, epsilon=1e-6)
 GELU = functools.partial(activated_rows, act=nn.gelu)
@@ -30,12 +30,12 @@ def arrays(shape, count, seed=0):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("shape", [(3, 5, 24), (2, 9, 64)])
+@pytest.mark.parametrize("shape", [(3, 5, 24), (2, 9, 64), (5, 300)])
 def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, shape):
     """Rows and columns that a tile does not fill, several tiles a program, several programs."""
-    monkeypatch.setattr(fused_rows, "TILE", 128)
+    monkeypatch.setattr(fused_rows, "SHARE", Share(128, 4, 2))
+    monkeypatch.setattr(fused_rows, "WIDE", Share(1024, 1, 2))
     monkeypatch.setattr(fused_rows, "COLUMNS", 32)
-    monkeypatch.setattr(fused_rows, "PROGRAMS", 2)
     function, formula, count, whole = CASES[name]
     with jax.enable_x64(True):
         x, parameters = arrays(shape, count)
@@ -74,8 +74,7 @@ def test_both_gradients_of_a_residual_sum_are_added_in_the_kernel():
 
 @pytest.mark.parametrize("warps,over", [(4, True), (32, False)])
 def test_the_gradient_is_written_over_the_given_one_where_no_two_threads_read_a_number(monkeypatch, warps, over):
-    monkeypatch.setattr(fused_rows, "TILE", 512)
-    monkeypatch.setattr(fused_rows, "WARPS", warps)
+    monkeypatch.setattr(fused_rows, "SHARE", Share(512, warps, 2048))
     x, parameters = jnp.ones((300, 64)), (jnp.ones(64), jnp.zeros(64))
     loss = lambda x: jnp.sum(jnp.sin(fused_rows.fused_rows(NORM, x, parameters, True, interpret=True)))
     assert written_over(jax.grad(loss), x) == [(1, 1, *x.shape)] * over
@@ -90,8 +89,11 @@ def test_bf16_is_rounded_on_the_way_in_and_out_alone():
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7)
 
 
-@pytest.mark.parametrize("name,channels", [("norm", 384), ("gelu", 1536), ("norm", 3000)])
-def test_they_lower_for_a_gpu(name, channels):
+@pytest.mark.parametrize(
+    "name,channels,warps", [("norm", 64, 4), ("norm", 384, 1), ("gelu", 1536, 4), ("norm", 3000, 4)]
+)
+def test_they_lower_for_a_gpu(name, channels, warps):
+    """No two warps share a row, where one can hold it."""
     function, _, count, whole = CASES[name]
 
     def loss(x, parameters):
@@ -103,3 +105,4 @@ def test_they_lower_for_a_gpu(name, channels):
         warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
         program = jax.jit(jax.grad(loss, (0, 1))).trace(x, parameters).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
+    assert program.count(f"num_warps = {warps} : i32") == 2
