@@ -11,8 +11,9 @@ from cssm.config import Config
 from parallel.sharded import ShardedParams, gather
 from parallel.sync import Replicated
 
-# By value of --remat_keep. Costly is what the products with weights, transforms and the recurrence as one kernel give.
-# Norms, activations, gates and sums are computed again.
+# By value of --remat_keep. Costly is what products with weights, inverse transforms and the recurrence as one kernel
+# give. Norms, activations, gates, sums and forward transforms are computed again: a transform takes little time for the
+# size of what it gives.
 KEPT = {
     "costly": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 Backend = Literal["auto", "fft", "dft"]
 
-# By which rematerialisation knows what a transform gives (jax.ad_checkpoint).
-NAME = "transform"
+# By which rematerialisation knows what an inverse transform gives (jax.ad_checkpoint).
+NAME = "inverse transform"
 
 # On an accelerator, up to this side: matrix products run on its matrix units. On a CPU the FFT was a little faster
 # at 16 x 16 already. The bound itself is a choice, not a measurement.
@@ -83,7 +83,7 @@ def rfft2(x: jax.Array, backend: Backend = "fft") -> jax.Array:
     height, width = x.shape[-3:-1]
     if choose_backend(backend, height, width, jax.default_backend()) == "fft":
         x_hat = jnp.fft.rfft2(x.astype(_full_precision(x.dtype)), axes=(-3, -2))
-        return checkpoint_name(pack(Spectrum(x_hat.real.astype(x.dtype), x_hat.imag.astype(x.dtype))), NAME)
+        return pack(Spectrum(x_hat.real.astype(x.dtype), x_hat.imag.astype(x.dtype)))
     # Both planes in one product: along W to [..., H, 2 Wf, C], then of H and plane together to [..., 2 H, Wf C].
     cos, sin = _dft_matrix(width, width // 2 + 1)
     along_w = np.concatenate([cos, -sin], axis=1)
@@ -91,7 +91,7 @@ def rfft2(x: jax.Array, backend: Backend = "fft") -> jax.Array:
     # From (h, plane) to (plane, g): re = cos re + sin im, im = cos im - sin re.
     along_h = np.stack([np.stack([cos, -sin], 1), np.stack([sin, cos], 1)], 1).reshape(2 * height, 2 * height)
     y = _left(along_w, x).reshape(*x.shape[:-3], 2 * height, -1)
-    return checkpoint_name(_left(along_h, y).reshape(*x.shape[:-3], 2, height, width // 2 + 1, -1), NAME)
+    return _left(along_h, y).reshape(*x.shape[:-3], 2, height, width // 2 + 1, -1)
 
 
 def irfft2(x_hat: jax.Array, width: int, backend: Backend = "fft") -> jax.Array:

@@ -67,9 +67,17 @@ def test_the_recurrence_is_run_again_only_where_nothing_is_kept(loss, kept, time
     assert run(trace(jax.grad(function), params), lambda e: e.primitive.name == "pallas_call") == times
 
 
-def test_no_product_of_maps_is_run_again_where_what_is_costly_is_kept(loss):
+def test_of_products_and_transforms_only_the_forward_ones_are_run_again_where_what_is_costly_is_kept(loss):
     maps = 2 * 4 * 2 * 2 * 8  # B T H W C after the stem; the gates' products are smaller
-    large = lambda e: e.primitive.name in ("dot_general", "fft") and e.outvars[0].aval.size >= maps
+    product = lambda e: e.primitive.name == "dot_general" and e.outvars[0].aval.size >= maps
+    forward, inverse = (
+        lambda e, kind=kind, size=size: e.params.get("fft_type") == kind and e.outvars[0].aval.size >= size
+        for kind, size in ((jax.lax.FftType.RFFT, 1), (jax.lax.FftType.IRFFT, maps))
+    )
     traced = {kept: trace(jax.grad(function), params) for kept in (None, *KEPT) for function, params in [loss(kept)]}
-    count = {kept: run(jaxpr, large) for kept, jaxpr in traced.items()}
-    assert count["costly"] == count[None] < count["nothing"]
+    count = lambda counts: [run(traced[kept], counts) for kept in (None, "costly", "nothing")]
+    for kept in (product, inverse):
+        plain, costly, nothing = count(kept)
+        assert plain == costly < nothing
+    plain, costly, nothing = count(forward)
+    assert plain < costly <= nothing
