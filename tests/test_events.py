@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cssm.config import UserError
+from cssm.report import events
 from cssm.report.events import EventLog, jsonable, read_events
 
 
@@ -32,8 +33,9 @@ def course(path):
     return [(event["event"], event.get("step"), event.get("run")) for event in read_events(path)]
 
 
-def test_every_line_is_one_json_object_and_the_first_names_the_schema(tmp_path):
+def test_every_line_is_one_json_object_with_its_time_and_the_first_names_the_schema(monkeypatch, tmp_path):
     stream = io.StringIO()
+    monkeypatch.setattr(events.time, "time", lambda: 1764400000.12345)
     out = EventLog(tmp_path, stream)
     out.write("config", {"devices": 2, "image_shape": (16, 16, 1), "run_dir": Path("a/b")})
     out.write("step", {"step": np.int64(1), "loss": np.float32(0.5), "best": np.bool_(True)})
@@ -47,8 +49,9 @@ def test_every_line_is_one_json_object_and_the_first_names_the_schema(tmp_path):
             ("devices", 2),
             ("image_shape", [16, 16, 1]),
             ("run_dir", "a/b"),
+            ("time", 1764400000.123),
         ],
-        [("event", "step"), ("step", 1), ("loss", 0.5), ("best", True)],
+        [("event", "step"), ("step", 1), ("loss", 0.5), ("best", True), ("time", 1764400000.123)],
     ]
 
 

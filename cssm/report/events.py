@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -49,8 +50,8 @@ class EventLog:
         self._schema: dict[str, int] = {"schema": SCHEMA}
 
     def write(self, kind: str, fields: dict[str, Any]) -> None:
-        """One event; `event` comes first, and the first event of all names the schema."""
-        record = {"event": kind, **self._schema, **jsonable(fields)}
+        """One event; `event` comes first, `time` last (seconds since 1970), and the first of all names the schema."""
+        record = {"event": kind, **self._schema, **jsonable(fields), "time": round(time.time(), 3)}
         self._schema = {}
         text = json.dumps(record, allow_nan=False) + "\n"
         if self._file is not None:
