@@ -6,9 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import jax
 import pytest
 
+from cssm.loop import Loop
 from cssm.watchdog import STALLED, Watchdog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,3 +80,12 @@ def test_a_change_of_the_clock_is_no_stall(monkeypatch, jump):
     with Watchdog(0.5, str, print):
         monkeypatch.setattr(time, "time", lambda: now() + jump)
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("platform,number,told", [("gpu", 4, True), ("gpu", 1, False), ("cpu", 4, False)])
+def test_a_first_step_that_does_not_come_on_several_gpus_may_come_with_a_process_for_each(platform, number, told):
+    device = SimpleNamespace(platform=platform, process_index=jax.process_index())
+    loop = SimpleNamespace(
+        setup=SimpleNamespace(devices=[device] * number), meter=SimpleNamespace(now="compile"), step=0
+    )
+    assert ("--nproc_per_node 4 gives each GPU a process" in Loop._awaited(cast(Loop, loop))) == told
