@@ -13,6 +13,7 @@ from cssm.checkpoint import Checkpoints, step_folder
 from cssm.config import KNOBS, Config, UserError, parse_args, read_yaml, resolve
 from cssm.data import tfrecord
 from cssm.report import read_events
+from cssm.report import events
 from cssm.report.events import EventLog
 from cssm.resume import resume_config, resume_record
 from cssm.runs import saved
@@ -110,8 +111,9 @@ def test_yaml(rounds, tmp_path):
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_metrics(rounds, tmp_path):
+def test_metrics(rounds, tmp_path, monkeypatch):
     """Reading never fails, nor does appending; what is appended is whole, and the last that is read."""
+    monkeypatch.setattr(events.time, "time", lambda: 1764400000.0)
     log = EventLog(tmp_path)
     for step in range(1, 6):
         log.write("step", {"step": step, "loss": 0.5})
@@ -126,7 +128,7 @@ def test_metrics(rounds, tmp_path):
         log.write("step", {"step": 10**9, "loss": 0.25})
         log.close()
         assert read_events(path)[-1]["loss"] == 0.25
-        assert path.read_bytes().endswith(b'"loss": 0.25}\n')
+        assert path.read_bytes().endswith(b'"loss": 0.25, "time": 1764400000.0}\n')
 
     assert fuzz(rounds, 3, read, ()) == rounds
 
