@@ -12,8 +12,7 @@ from test_checkpoint import TARGET, fill
 from cssm.checkpoint import Checkpoints, step_folder
 from cssm.config import KNOBS, Config, UserError, parse_args, read_yaml, resolve
 from cssm.data import tfrecord
-from cssm.report import read_events
-from cssm.report import events
+from cssm.report import events, read_events
 from cssm.report.events import EventLog
 from cssm.resume import resume_config, resume_record
 from cssm.runs import saved
