@@ -283,12 +283,13 @@ class Loop:
 
     def _awaited(self) -> str:
         """For what the program waits at this moment."""
-        here = par.local(self.setup.devices)
+        devices = self.setup.devices
         # One process that drives several GPUs can be held up in their driver.
-        apart = f" (--nproc_per_node {len(here)} gives each GPU a process of its own, which may get past that)"
+        alone = len(devices) > 1 and devices[0].platform == "gpu" and jax.process_count() == 1
+        apart = f" (--nproc_per_node {len(devices)} gives each GPU a process of its own, which may get past that)"
         spans = {
             "data_wait": f"the batch of training data of step {self.step}",
-            "compile": "the compilation and the first step" + apart * (len(here) > 1 and here[0].platform == "gpu"),
+            "compile": "the compilation and the first step" + apart * alone,
             "evaluate": "an evaluation",
             "save": "a checkpoint to be written",
         }

@@ -13,7 +13,7 @@ from parallel.sync import Replicated
 
 # By value of --remat_keep. Costly is what products with weights, inverse transforms and the recurrence as one kernel
 # give. Norms, activations, gates, sums and forward transforms are computed again: a transform takes little time for the
-# size of what it gives.
+# size of what it gives. An inverse one would have the product before it kept in its place.
 KEPT = {
     "costly": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

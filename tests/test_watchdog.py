@@ -81,10 +81,14 @@ def test_a_change_of_the_clock_is_no_stall(monkeypatch, jump):
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("platform,number,told", [("gpu", 4, True), ("gpu", 1, False), ("cpu", 4, False)])
-def test_a_first_step_that_does_not_come_on_several_gpus_may_come_with_a_process_for_each(platform, number, told):
-    device = SimpleNamespace(platform=platform, process_index=jax.process_index())
-    loop = SimpleNamespace(
-        setup=SimpleNamespace(devices=[device] * number), meter=SimpleNamespace(now="compile"), step=0
-    )
+@pytest.mark.parametrize(
+    "platform,number,processes,told",
+    [("gpu", 4, 1, True), ("gpu", 1, 1, False), ("cpu", 4, 1, False), ("gpu", 4, 2, False)],
+)
+def test_a_first_step_that_does_not_come_on_several_gpus_may_come_with_a_process_for_each(
+    monkeypatch, platform, number, processes, told
+):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    setup = SimpleNamespace(devices=[SimpleNamespace(platform=platform)] * number)
+    loop = SimpleNamespace(setup=setup, meter=SimpleNamespace(now="compile"), step=0)
     assert ("--nproc_per_node 4 gives each GPU a process" in Loop._awaited(cast(Loop, loop))) == told
