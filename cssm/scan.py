@@ -8,7 +8,7 @@ function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; a
                   between two of them again: one more forward pass, and 2 sqrt(T) states in memory instead of T
     associative   prefix products of the matrices (columns of A_t = step of unit vectors), within blocks of 8 steps all
                   at once, then from block to block: n^2 memory
-    goom          lax.scan over T in log space, where nothing overflows within the scan (cssm.goom); slow
+    goom          the same in log space, where nothing overflows within the scan (cssm.goom), as published; slow
     fused         one GPU kernel, whose states stay in registers (cssm.fused)
     auto          fused where there is such a GPU, for up to FUSED_MAX_STATES states; elsewhere reference up to 64
                   steps, chunked beyond
@@ -16,9 +16,9 @@ function, `step(h, gates_t, inputs_t) -> h`, linear in (h, inputs_t) together; a
 All give the same numbers to rounding, goom within its floor and ceiling. The carry is float32 (float64 for float64
 inputs) whatever the inputs are; what is read of the states is returned in the dtype of the inputs.
 
-What lies within a step is computed again in the backward pass by all but associative. For T states that are all read,
-chunked keeps those T, as its result, where reference keeps them once more; with last_only, and a still image, nothing
-of the size of a state grows faster than sqrt(T).
+What lies within a step is computed again in the backward pass by all but associative and goom. For T states that are
+all read, chunked keeps those T, as its result, where reference keeps them once more; with last_only, and a still image,
+nothing of the size of a state grows faster than sqrt(T).
 """
 
 import math
@@ -29,8 +29,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cssm import fused, goom
-from cssm.spectral import Packed, Spectrum, add, is_packed, magnitude, multiply, pack, scale, total, unpack
+from cssm import fused, goom, spectral
+from cssm.spectral import Packed, Spectrum, add, is_packed, magnitude, pack, scale, total, unpack
 
 States = tuple[Spectrum, ...]
 Step = Callable[[States, Any, States], States]
@@ -216,7 +216,7 @@ class _Run:
 
 def _reference(run: _Run, timed: _Timed) -> jax.Array:
     step = stable_step(run.step) if run.stable else run.step
-    last, states = _loop(run, step, _zeros(run.counts[0], run.zero(timed)), timed, run.out)
+    last, states = _loop(run, step, _zeros(run.counts[0], run.zero(timed)), timed)
     return run.last(last, timed) if states is None else states
 
 
@@ -230,7 +230,7 @@ def _chunked(run: _Run, timed: _Timed) -> jax.Array:
         split = split._replace(read_gates=())
 
     def chunk(h, part):
-        return _loop(run, step, h, part if still is None else part._replace(inputs=still), run.out)
+        return _loop(run, step, h, part if still is None else part._replace(inputs=still))
 
     chunks = jax.tree.map(lambda a: a[:whole].reshape(-1, size, *a.shape[1:]), split)
     start = _zeros(run.counts[0], run.zero(timed))
@@ -242,10 +242,12 @@ def _chunked(run: _Run, timed: _Timed) -> jax.Array:
     return run.last(last, timed) if states is None else states
 
 
-def _loop(run: _Run, step, start, timed: _Timed, out, unrolled=16) -> tuple[Any, jax.Array | None]:
-    """(the last states, what `out` makes of all of them or None); up to `unrolled` steps are unrolled where that is
-    faster.
-    """
+# Steps up to which a loop is unrolled on a GPU.
+UNROLLED = 16
+
+
+def _loop(run: _Run, step, start, timed: _Timed) -> tuple[Any, jax.Array | None]:
+    """(the last states, what is read of all of them or None)."""
     num_steps = jax.tree.leaves(timed.gates)[0].shape[0]
     still = timed.inputs.shape[0] == 1 and num_steps > 1
     constant = run.unpack(timed.inputs[0]) if still else None
@@ -254,12 +256,12 @@ def _loop(run: _Run, step, start, timed: _Timed, out, unrolled=16) -> tuple[Any,
         gates_t, inputs_t, read_t = at_t
         new = step(h, gates_t, constant if still else run.unpack(inputs_t))
         h = jax.tree.map(lambda s, old: s.astype(old.dtype), new, h)
-        return h, None if run.last_only else out(h, read_t)
+        return h, None if run.last_only else run.out(h, read_t)
 
     # Only the states are kept for the backward pass; what lies between them is computed again.
     body = jax.checkpoint(body, prevent_cse=False)
     # A GPU wants the loop unrolled (one fused program); on a CPU a rolled loop is many times faster.
-    unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= unrolled else 1
+    unroll = num_steps if jax.default_backend() == "gpu" and num_steps <= UNROLLED else 1
     steps = (timed.gates, None if still else timed.inputs, None if run.last_only else timed.read_gates)
     return jax.lax.scan(body, start, steps, unroll=unroll)
 
@@ -269,8 +271,19 @@ BLOCK = 8
 
 
 def _associative(run: _Run, timed: _Timed) -> jax.Array:
+    return _prefix_products(run, timed, list, list, spectral)
+
+
+def _goom(run: _Run, timed: _Timed) -> jax.Array:
+    enter = lambda states: [goom.to_goom(state) for state in states]
+    leave = lambda states: [goom.from_goom(state) for state in states]
+    return _prefix_products(run, timed, enter, leave, goom)
+
+
+def _prefix_products(run: _Run, timed: _Timed, enter, leave, algebra) -> jax.Array:
     """Prefix products within blocks of steps, all blocks at once, then from block to block.
 
+    algebra: `multiply` and `add` of the numbers that `enter` makes of spectra, and `leave` makes spectra of.
     Over all of 1024 steps at once it took XLA many minutes to compile.
     """
     num_steps, n = run.num_steps, run.counts[0]
@@ -285,60 +298,36 @@ def _associative(run: _Run, timed: _Timed) -> jax.Array:
         padded = jnp.pad(plane.astype(zero.dtype), ((0, left), *[(0, 0)] * (plane.ndim - 1)))
         return padded.reshape(-1, size, *plane.shape[1:])
 
-    prefixes = jax.tree.map(blocks, ([list(row) for row in matrix], list(vector)))
-    matrix, vector = jax.lax.associative_scan(_compose, prefixes, axis=1)
+    rows, vector = jax.tree.map(blocks, ([list(row) for row in matrix], list(vector)))
+    prefixes = [enter(row) for row in rows], enter(vector)
+    compose = lambda earlier, later: _compose(earlier, later, algebra)
+    matrix, vector = jax.lax.associative_scan(compose, prefixes, axis=1)
 
     def block(h, prefix):
         matrix, vector = prefix
-        states = _apply(matrix, vector, h)
+        states = _apply(matrix, vector, h, algebra)
         return [jax.tree.map(lambda s: s[-1], state) for state in states], states
 
-    start = list(_zeros(n, zero[0]))
+    start = enter(_zeros(n, zero[0]))
     states = vector if num_steps <= size else jax.lax.scan(block, start, (matrix, vector))[1]
-    states = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:])[:num_steps], tuple(states))
+    states = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:])[:num_steps], states)
     if run.last_only:
-        return run.last(jax.tree.map(lambda s: s[-1], states), timed)
-    return run.out(states, timed.read_gates)
+        return run.last(leave(jax.tree.map(lambda s: s[-1], states)), timed)
+    return run.out(leave(states), timed.read_gates)
 
 
-def _compose(earlier, later):
+def _compose(earlier, later, algebra):
     """(A2, u2) after (A1, u1) is (A2 A1, A2 u1 + u2)."""
     (a1, u1), (a2, u2) = earlier, later
     n = len(u1)
-    product = [[add(*(multiply(a2[i][r], a1[r][j]) for r in range(n))) for j in range(n)] for i in range(n)]
-    return product, _apply(a2, u2, u1)
+    entry = lambda i, j: algebra.add(*(algebra.multiply(a2[i][r], a1[r][j]) for r in range(n)))
+    return [[entry(i, j) for j in range(n)] for i in range(n)], _apply(a2, u2, u1, algebra)
 
 
-def _apply(matrix, vector, h):
+def _apply(matrix, vector, h, algebra):
     """A h + u."""
     rows = zip(matrix, vector, strict=True)
-    return [add(*(multiply(a, s) for a, s in zip(row, h, strict=True)), u) for row, u in rows]
-
-
-def _goom(run: _Run, timed: _Timed) -> jax.Array:
-    plain = lambda states: tuple(goom.from_goom(state) for state in states)
-    step = _log_step(run.step, run.stable)
-    start = _to_goom(_zeros(run.counts[0], run.zero(timed)))
-    # A step is large here: unrolled, it would take long to compile.
-    last, states = _loop(run, step, start, timed, lambda h, r: run.out(plain(h), r), unrolled=1)
-    return run.last(plain(last), timed) if states is None else states
-
-
-def _log_step(step: Step, stable: bool):
-    """The step on states in log space: its matrix times h, plus its input, term by term."""
-
-    def log_step(h: tuple[goom.Goom, ...], gates: Any, inputs: States) -> tuple[goom.Goom, ...]:
-        zero = jnp.zeros_like(h[0].log)
-        matrix = [_to_goom(row) for row in _matrix(step, stable, len(h), gates, len(inputs), zero)]
-        driven = _to_goom(step(_zeros(len(h), zero), gates, inputs))
-        carried = [[goom.multiply(a, state) for a, state in zip(row, h, strict=True)] for row in matrix]
-        return tuple(goom.add(*terms, u) for terms, u in zip(carried, driven, strict=True))
-
-    return log_step
-
-
-def _to_goom(states: States) -> tuple[goom.Goom, ...]:
-    return tuple(goom.to_goom(state) for state in states)
+    return [algebra.add(*(algebra.multiply(a, s) for a, s in zip(row, h, strict=True)), u) for row, u in rows]
 
 
 _RUNS = {

@@ -26,8 +26,8 @@ class RunningSettings:
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
         applies=spectral("s4nd"), verbs=(*TRAINING, *INFERRING))
     scan: str = _precision("auto", "how time is scanned: step by step (reference, or chunked in less memory), by "
-        "prefix products, step by step in log space, or in one GPU kernel; auto: that, or without such a GPU "
-        "reference up to 64 steps and chunked beyond",
+        "prefix products, by them in log space as published (goom), or in one GPU kernel; auto: that, or without such "
+        "a GPU reference up to 64 steps and chunked beyond",
         choices=("auto", "reference", "chunked", "associative", "goom", "fused"), applies=RECURRENT,
         verbs=(*TRAINING, *INFERRING))
     deterministic: bool = _precision(False, "the same bits in every run, also on a GPU, where that is slower; on a CPU "
