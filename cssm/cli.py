@@ -174,10 +174,19 @@ def _work(argv: Sequence[str], parsed: Parsed, worker: Worker | None, stream: IO
     elif parsed.verb in OF_A_RUN:
         _use(parsed, stream)
     else:
+        if not parsed.config.dry_run:
+            _begin_with_devices(parsed.config)
         from cssm.training import train
 
         train(parsed.config, typed=parsed.typed, json_stream=stream)
     return 0
+
+
+def _begin_with_devices(config: Config) -> None:
+    """A GPU takes longer to get ready than the modules of training to load: both at once."""
+    from parallel.devices import reserve_memory, select_devices
+
+    reserve_memory(select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off"))
 
 
 def _use(parsed: Parsed, stream: IO[str] | None) -> None:

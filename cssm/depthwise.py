@@ -21,10 +21,11 @@ from cssm.fused import available
 from cssm.fused_rows import fused_steps
 from cssm.spectral import total
 
-# Numbers of a program at a time, in four warps, and how many sums of so many stay in registers: one for each tap.
-TILE, SUMS = 512, 25
+# Of a program of one warp, how many taps have their sums in registers, and pixels beside them; one number a thread, or
+# two where there are no more than so many taps; and how many products are written out before the loop comes round.
+SUMS, SUMS_OF_TWO, WRITTEN = 49, 25, 400
 # Programs that share the maps: each leaves a partial sum.
-PROGRAMS = 4096
+PROGRAMS = 8192
 # Steps in time that a GPU kernel holds in registers.
 FUSED_MAX_STEPS = 16
 
@@ -112,42 +113,59 @@ def kernel_gradient(padded: jax.Array, dy: jax.Array) -> jax.Array:
 def fused_kernel_gradient(padded: jax.Array, dy: jax.Array, interpret: bool | None = None) -> jax.Array:
     """As kernel_gradient, by one GPU kernel. interpret None: where there is no GPU.
 
-    A program takes some rows of taps, a strip of columns and a block of channels, and goes down the maps: what one row
-    of pixels has read is near when the next one wants it.
+    A program takes some rows of taps and a block of channels, of one map or several, and goes along rows of pixels: the
+    columns that its taps see stay in registers, so that of size x taps products one needs a pixel from memory.
     """
     number, height, width, channels = dy.shape
     size, dtype = padded.shape[1] - height + 1, jnp.promote_types(dy.dtype, jnp.float32)
-    block = min(64, 1 << (channels - 1).bit_length())
-    columns = min(TILE // block, 1 << (width - 1).bit_length())
-    across, blocks = -(-width // columns), -(-channels // block)
-    taps = max(1, min(size, SUMS // size))
-    rows = -(-size // taps)
-    strips = number * across
-    parts = min(strips, max(1, PROGRAMS // (rows * blocks)))
+    rows = -(-size // max(1, SUMS // size))
+    taps = -(-size // rows)
+    tile = 32 * (2 if taps * size <= SUMS_OF_TWO else 1)
+    # No more than fill it up: the power of two that divides them, but for sectors of 32 bytes.
+    block = max(min(tile, channels & -channels), min(16, _power_of_two(channels)))
+    maps, blocks = min(tile // block, _power_of_two(number)), -(-channels // block)
+    chunks = -(-width // max(1, WRITTEN // (taps * size)))
+    chunk = -(-width // chunks)
+    strips = -(-number // maps) * height
+    each = -(-strips // max(1, PROGRAMS // (rows * blocks)))
+    parts = -(-strips // each)
 
     def kernel(x_ref, dy_ref, out_ref):
         part, first, c = pl.program_id(0), pl.program_id(1) * taps, pl.program_id(2)
         channel = pl.ds(c * block, block)
         there = c * block + jnp.arange(block) < channels
 
-        def pixels(at, sums):
+        def strip(at, sums):
             at = at.astype(jnp.int32)
-            strip, h = at // height * parts + part, at % height
-            n, w = strip // across, strip % across * columns
-            mask = (w + jnp.arange(columns) < width)[:, None] & there[None, :] & (strip < strips)
+            n, h = at // height * maps, at % height
+            mask = (n + jnp.arange(maps) < number)[:, None] & there[None, :]
 
-            def load(ref, row, column, mask):
-                return plt.load(ref.at[n, row, pl.ds(column, columns), channel], mask=mask, other=0.0).astype(dtype)
+            def load(ref, row, column, inside):
+                at = ref.at[pl.ds(n, maps), row, column, channel]
+                return plt.load(at, mask=mask & inside, other=0.0).astype(dtype)
 
-            d = load(dy_ref, h, w, mask)
-            return tuple(
-                load(x_ref, h + first + i, w + j, mask & (first + i < size)) * d + sums[i * size + j]
-                for i in range(taps)
-                for j in range(size)
-            )
+            def column(w):
+                """Of the rows that the taps see."""
+                inside = w < width + size - 1
+                return [load(x_ref, h + first + i, w, inside & (first + i < size)) for i in range(taps)]
 
-        zero = jnp.zeros((columns, block), dtype)
-        sums = jax.lax.fori_loop(0, -(-strips // parts) * height, pixels, (zero,) * (taps * size))
+            def pixels(start, carry):
+                w = start.astype(jnp.int32) * chunk
+                window, sums = carry
+                for s in range(chunk):
+                    window = [*window, column(w + s + size - 1)]
+                    d = load(dy_ref, h, w + s, w + s < width)
+                    seen = [x_column[i] for i in range(taps) for x_column in window[-size:]]
+                    sums = [x * d + so_far for x, so_far in zip(seen, sums, strict=True)]
+                return window[chunk:], sums
+
+            # The index of a load is an array: a number alone is none.
+            begin = [column(h * 0 + j) for j in range(size - 1)]
+            return jax.lax.fori_loop(0, chunks, pixels, (begin, sums))[1]
+
+        zero = [jnp.zeros((maps, block), dtype)] * (taps * size)
+        begin = part * each
+        sums = jax.lax.fori_loop(begin, jnp.minimum(begin + each, strips), strip, zero)
         for i in range(taps):
             for j in range(size):
                 mask = there & (first + i < size)
@@ -157,10 +175,15 @@ def fused_kernel_gradient(padded: jax.Array, dy: jax.Array, interpret: bool | No
         kernel,
         out_shape=jax.ShapeDtypeStruct((parts, size, size, channels), dtype),
         grid=(parts, rows, blocks),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=jax.default_backend() != "gpu" if interpret is None else interpret,
     )(padded, dy)
     return partial.sum(0)
+
+
+def _power_of_two(number: int) -> int:
+    """The next from a number on."""
+    return 1 << (number - 1).bit_length()
 
 
 class CausalConv(nn.Module):

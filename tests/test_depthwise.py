@@ -76,12 +76,19 @@ def test_the_modules_have_the_parameters_and_values_of_flax():
     np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape,size", [((2, 5, 9, 6), 3), ((1, 4, 3, 70), 4), ((3, 6, 6, 8), 9)])
-def test_the_kernel_of_the_gradient_is_its_formula(monkeypatch, shape, size):
-    """Rows, columns and channels that a tile does not fill, several tiles a program, several programs."""
-    monkeypatch.setattr(depthwise, "TILE", 256)
-    monkeypatch.setattr(depthwise, "SUMS", 8)
-    monkeypatch.setattr(depthwise, "PROGRAMS", 4 * size)
+@pytest.mark.parametrize(
+    "shape,size,sums,written,programs",
+    [
+        ((3, 5, 9, 6), 3, 9, 36, 4),  # several maps a program, the last of which are not there; 9 columns in 3 chunks
+        ((1, 4, 5, 70), 4, 8, 16, 18),  # blocks of channels, the last one not full; a program for two rows of taps
+        ((2, 6, 6, 48), 9, 20, 64, 40),  # rows of taps that no program fills; chunks that end beyond the map
+        ((2, 3, 4, 32), 1, 49, 400, 2),
+    ],
+)
+def test_the_kernel_of_the_gradient_is_its_formula(monkeypatch, shape, size, sums, written, programs):
+    monkeypatch.setattr(depthwise, "SUMS", sums)
+    monkeypatch.setattr(depthwise, "WRITTEN", written)
+    monkeypatch.setattr(depthwise, "PROGRAMS", programs)
     number, height, width, channels = shape
     with jax.enable_x64(True):
         padded = jnp.asarray(draw(number, height + size - 1, width + size - 1, channels))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +25,7 @@ from parallel.devices import (
     memory_bytes,
     per_device,
     replicate,
+    reserve_memory,
     running_line,
     select_devices,
     shard_batch,
@@ -301,3 +303,20 @@ def test_a_compile_cache_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         enable_compile_cache(tmp_path / "file")
+
+
+def test_each_device_is_used_beside_what_goes_on_and_its_failure_is_told_where_it_is_needed(monkeypatch):
+    devices, begun, waits = jax.devices()[2:5], [], threading.Event()
+
+    def put(value, device):
+        waits.wait(60)
+        begun.append(device)
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(jax, "device_put", put)
+    threads = reserve_memory(devices)
+    assert not begun
+    waits.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(begun, key=lambda device: device.id) == devices
