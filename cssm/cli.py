@@ -17,7 +17,7 @@ from typing import IO, NoReturn
 
 from cssm import __version__
 from cssm.config import OF_A_RUN, TRAINING, Config, Parsed, UserError, parse_args
-from cssm.memory import is_out_of_memory, out_of_memory
+from cssm.memory import is_out_of_memory, out_of_memory, reserve
 from parallel.find import find_job
 from parallel.job import Job, JobError, join, leave
 from parallel.launch import LOST_LABEL, LOST_PEER, ORDERLY, Place, Worker, enter_worker, run
@@ -175,18 +175,11 @@ def _work(argv: Sequence[str], parsed: Parsed, worker: Worker | None, stream: IO
         _use(parsed, stream)
     else:
         if not parsed.config.dry_run:
-            _begin_with_devices(parsed.config)
+            reserve(parsed.config)
         from cssm.training import train
 
         train(parsed.config, typed=parsed.typed, json_stream=stream)
     return 0
-
-
-def _begin_with_devices(config: Config) -> None:
-    """A GPU takes longer to get ready than the modules of training to load: both at once."""
-    from parallel.devices import reserve_memory, select_devices
-
-    reserve_memory(select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off"))
 
 
 def _use(parsed: Parsed, stream: IO[str] | None) -> None:

@@ -1,4 +1,6 @@
-"""Out of memory: how to know it, how full the devices are, and which flags need less for the same effective batch."""
+"""Memory of devices: reserving it, and running out: how to know it, how full they are, and which flags need less for
+the same effective batch.
+"""
 
 import re
 from collections.abc import Sequence
@@ -13,6 +15,19 @@ _MESSAGE = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory|create cuFFT batc
 _GIB = 2**30
 
 
+def reserve(config: Config) -> None:
+    """Begin to: a GPU takes longer than the modules of training, which load meanwhile. Raises DeviceError."""
+    from parallel.devices import reserve_memory
+
+    reserve_memory(_devices(config))
+
+
+def _devices(config: Config) -> list[Any]:
+    from parallel.devices import select_devices
+
+    return select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device (an error of jax) or the host (MemoryError) ran out of memory."""
     of_jax = type(error).__module__.split(".")[0] in ("jax", "jaxlib")
@@ -25,9 +40,9 @@ def out_of_memory(config: Config) -> str:
     Call it while the error is at hand, when what did not fit is still held. Each way but the last resorts keeps the
     effective batch.
     """
-    from parallel.devices import local, select_devices
+    from parallel.devices import local
 
-    devices = select_devices(config.platform, config.gpus, config.num_devices, config.multi_gpu == "off")
+    devices = _devices(config)
     in_use = memory_in_use([device.memory_stats() or {} for device in local(devices)])
     if config.checkpoint:  # a model is used, not trained
         return f"out of memory{in_use}: type a smaller --batch_size"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -38,8 +39,9 @@ def train(config, typed=None, json_stream=None):
     ENDING
 sys.modules["cssm.training"] = types.SimpleNamespace(train=train)
 sys.modules["cssm.hardware"] = types.SimpleNamespace(show_devices=train)
-from cssm.cli import main
-sys.exit(main())
+from cssm import cli
+cli.reserve = lambda config: os.environ.update(RESERVED=os.environ["XLA_FLAGS"])
+sys.exit(cli.main())
 """
 
 
@@ -270,6 +272,13 @@ def test_the_environment_is_set_before_training_is_imported():
     code = FAKE_TRAINING.replace("ENDING", ending)
     result = run("--xla_flags", "--xla_b=2", "--platform", "cpu", code=code, XLA_FLAGS="--xla_a=1")
     assert "--xla_a=1 --xla_b=2 cpu False" in result.stdout
+
+
+@pytest.mark.parametrize("argv, reserved", [([], True), (["--dry_run"], False)])
+def test_memory_is_reserved_before_training_is_imported_and_not_for_a_dry_run(argv, reserved):
+    code = FAKE_TRAINING.replace("ENDING", "print('reserved with', os.environ.get('RESERVED')); return {}")
+    (line,) = re.findall("reserved with.*", run("--xla_flags=--xla_b=2", *argv, code=code).stdout)
+    assert ("--xla_b=2" in line) == reserved and (line == "reserved with None") != reserved
 
 
 def test_python_users_import_the_names_from_the_package():
