@@ -23,7 +23,7 @@ from cssm.spectral import total
 
 # Of a program of one warp, how many taps have their sums in registers, and pixels beside them; one number a thread, or
 # two where there are no more than so many taps; and how many products are written out before the loop comes round.
-SUMS, SUMS_OF_TWO, WRITTEN = 49, 25, 400
+SUMS, SUMS_OF_TWO, WRITTEN = 49, 25, 200
 # Programs that share the maps: each leaves a partial sum.
 PROGRAMS = 8192
 # Steps in time that a GPU kernel holds in registers.
