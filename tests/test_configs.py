@@ -43,7 +43,7 @@ def header(path):
 
 def test_there_are_recipes_and_ways_to_launch_and_nothing_else():
     assert {*RECIPES, ROOT / "configs" / "launch", ROOT / "configs" / "sweep"} == set(ROOT.glob("configs/*"))
-    names = "compare_cells.sh jobset.yaml run_all.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
+    names = "compare_cells.sh jobset.yaml run_all.sh scaling.sh sky.yaml slurm.sbatch torchrun.sh tpu_vm.sh"
     assert [path.name for path in LAUNCH] == names.split()
     assert {"nano", "large", "gpus2", "gpus4", "gpus8", *SHORT} <= {path.stem for path in RECIPES}
 
@@ -237,6 +237,51 @@ def test_everything_runs_on_whatever_is_there(tmp_path):
     for row in table:
         assert row["efficiency"] == pytest.approx(row["images_per_s"] / table[0]["images_per_s"] / row["devices"])
     assert "speed-up" in result.stdout
+
+
+SCALING = {
+    "PYTHON": sys.executable,
+    "DATA": "--dataset digits --max_train_examples 64",
+    "VIT": "--arch baseline --stem_mode patch --patch_size 4 --embed_dim 4 --depth 1 --num_heads 2 --batch_size 4",
+    "HGRU": "--cssm hgru_bi --embed_dim 4 --seq_len 2 --batch_size 4",
+    "STEPS": "2",
+    "PREDICTED": "10",
+    "MEAN_MIB": "1",
+}
+
+
+@pytest.mark.slow
+def test_scaling_over_whatever_is_there_is_measured_once(tmp_path):
+    output = tmp_path / "scaling"
+    two = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    environment = {**os.environ, **SCALING, "XLA_FLAGS": two}
+    command = ["bash", "configs/launch/scaling.sh", str(output)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    assert (output / "parity.txt").read_text().count("PASS") == 2
+    assert (
+        len(re.findall(r"pmean_complex_safe of \w+ [\d.]+ ms, [\d.]+ times", (output / "means.txt").read_text())) == 2
+    )
+    assert {len((output / f"predicted_{n}.jsonl").read_text().splitlines()) for n in (1, 2)} == {10}
+    text = (output / "scaling.md").read_text()
+    titles = [f"{model}, {way} scaling" for way in ("weak", "strong") for model in ("ViT", "hgru_bi")]
+    assert re.findall(r"\*\*(.*)\*\*", text) == titles + [
+        f"hgru_bi, --shard {s}" for s in ("none", "optimizer", "params")
+    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines() if re.match(r"\| +\d", line)]
+    weak, strong, split = [["1", "4", "4"], ["2", "4", "8"]], [["1", "4", "4"], ["2", "2", "4"]], ["2", "4", "8"]
+    assert rows == weak * 2 + strong * 2 + [split] * 3
+    again = {**environment, "PARTS": "strong weak"}
+    result = subprocess.run(command, cwd=ROOT, env=again, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "compiling" not in result.stdout
+    assert re.findall(r"\*\*(.*)\*\*", (output / "scaling.md").read_text()) == titles[2:] + titles[:2]
+
+
+def test_a_part_of_scaling_that_is_not_there_is_refused(tmp_path):
+    environment = {**os.environ, **SCALING, "PARTS": "weird"}
+    command = ["bash", "configs/launch/scaling.sh", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.startswith("error: no part weird in PARTS, type some of:")
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ NOT_RUN = {
     "make audit": "it asks an index on the network about each requirement",
     ".venv-audit/bin/pip-audit": "likewise",
     "bash configs/launch/run_all.sh": "tests/test_configs.py runs it",
+    "bash configs/launch/scaling.sh": "tests/test_configs.py runs it",
     "bash .ci/run": "it runs all tests, these among them, from a fresh clone",
     "python tests/faults/soak.py": "`make soak` of the same page runs it",
     "SEED=7 python tests/faults/soak.py": "likewise",
