@@ -264,17 +264,16 @@ def test_scaling_over_whatever_is_there_is_measured_once(tmp_path):
     )
     assert {len((output / f"predicted_{n}.jsonl").read_text().splitlines()) for n in (1, 2)} == {10}
     text = (output / "scaling.md").read_text()
-    titles = [f"{model}, {way} scaling" for way in ("weak", "strong") for model in ("ViT", "hgru_bi")]
-    assert re.findall(r"\*\*(.*)\*\*", text) == titles + [
-        f"hgru_bi, --shard {s}" for s in ("none", "optimizer", "params")
-    ]
+    of_weak, of_strong = ([f"{model}, {way} scaling" for model in ("ViT", "hgru_bi")] for way in ("weak", "strong"))
+    of_memory = [f"hgru_bi, --shard {shard}" for shard in ("none", "optimizer", "params")]
+    assert re.findall(r"\*\*(.*)\*\*", text) == of_weak + of_memory + of_strong
     rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in text.splitlines() if re.match(r"\| +\d", line)]
     weak, strong, split = [["1", "4", "4"], ["2", "4", "8"]], [["1", "4", "4"], ["2", "2", "4"]], ["2", "4", "8"]
-    assert rows == weak * 2 + strong * 2 + [split] * 3
+    assert rows == weak * 2 + [split] * 3 + strong * 2
     again = {**environment, "PARTS": "strong weak"}
     result = subprocess.run(command, cwd=ROOT, env=again, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and "compiling" not in result.stdout
-    assert re.findall(r"\*\*(.*)\*\*", (output / "scaling.md").read_text()) == titles[2:] + titles[:2]
+    assert re.findall(r"\*\*(.*)\*\*", (output / "scaling.md").read_text()) == of_strong + of_weak
 
 
 def test_a_part_of_scaling_that_is_not_there_is_refused(tmp_path):

@@ -3,19 +3,19 @@
 # How training scales over the devices that are there, in one call: parity and bandwidth, pmean_complex_safe beside the
 # mean of as many bytes of float32, weak and strong scaling of ViT-S/16 (beside PyTorch, where torch and timm are) and
 # of hgru_bi from cached Pathfinder, memory under --shard, and throughput of predict. FOLDER (scaling) gets a folder or a
-# log for each part, and scaling.md with all tables. PARTS chooses some of "parity means weak strong memory predict";
+# log for each part, and scaling.md with all tables. PARTS chooses some of "parity means weak memory predict strong";
 # VIT, HGRU and DATA hold the flags of the two models and of the images, PREDICTED the number of images predicted,
 # MEAN_MIB the size of the means, STEPS the steps timed, PYTHON the interpreter. What a table has is not measured again.
 # Rehearsed on 8 simulated CPU devices, whose throughput means nothing: they share the cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 output=${1:-scaling}
-: "${PYTHON:=python}" "${PARTS:=parity means weak strong memory predict}" "${PREDICTED:=4096}" "${STEPS:=20}"
+: "${PYTHON:=python}" "${PARTS:=parity means weak memory predict strong}" "${PREDICTED:=4096}" "${STEPS:=20}"
 for part in $PARTS; do
-    case " parity means weak strong memory predict " in
+    case " parity means weak memory predict strong " in
     *" $part "*) ;;
     *)
-        echo "error: no part $part in PARTS, type some of: parity means weak strong memory predict" >&2
+        echo "error: no part $part in PARTS, type some of: parity means weak memory predict strong" >&2
         exit 2
         ;;
     esac
