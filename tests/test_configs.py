@@ -274,6 +274,8 @@ def test_scaling_over_whatever_is_there_is_measured_once(tmp_path):
     result = subprocess.run(command, cwd=ROOT, env=again, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and "compiling" not in result.stdout
     assert re.findall(r"\*\*(.*)\*\*", (output / "scaling.md").read_text()) == of_strong + of_weak
+    result = subprocess.run(command, cwd=ROOT, env={**again, "STEPS": "3"}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.endswith("strong was made with other flags, type another FOLDER\n")
 
 
 def test_a_part_of_scaling_that_is_not_there_is_refused(tmp_path):

@@ -5,7 +5,7 @@
 # of hgru_bi from cached Pathfinder, memory under --shard, and throughput of predict. FOLDER (scaling) gets a folder or a
 # log for each part, and scaling.md with all tables. PARTS chooses some of "parity means weak memory predict strong";
 # VIT, HGRU and DATA hold the flags of the two models and of the images, PREDICTED the number of images predicted,
-# MEAN_MIB the size of the means, STEPS the steps timed, PYTHON the interpreter. What a table has is not measured again.
+# MEAN_MIB the size of the means, STEPS the steps timed, PYTHON the interpreter. What an earlier call finished stays.
 # Rehearsed on 8 simulated CPU devices, whose throughput means nothing: they share the cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -31,14 +31,26 @@ for ((n = 1; n < count; n *= 2)); do sizes+="$n,"; done
 sizes+=$count
 mkdir -p "$output"
 
-# A table of `bench`, once: what an earlier call has finished stays. `table TITLE FOLDER flags`.
+# Whether a part was finished by an earlier call: `finished FOLDER flags`. With other flags it stays, and this call ends.
+finished() {
+    local flags="$1/finished_with"
+    shift
+    [ -e "$flags" ] || return 1
+    [ "$(cat "$flags")" = "$*" ] || {
+        echo "error: $(dirname "$flags") was made with other flags, type another FOLDER" >&2
+        exit 2
+    }
+}
+
+# A table of `bench`: `table TITLE FOLDER flags`.
 table() {
     local title=$1 folder="$output/$2"
     shift 2
-    if [ ! -e "$folder/done" ]; then
-        rm -f "$folder/bench.json" "$folder/bench.md" # of a table that an earlier call began
-        "$PYTHON" main.py bench "${data[@]}" --steps "$STEPS" --output "$folder" "$@"
-        touch "$folder/done"
+    set -- "${data[@]}" --steps "$STEPS" "$@"
+    if ! finished "$folder" "$@"; then
+        rm -f "$folder/bench.json" "$folder/bench.md" # of a call that was ended
+        "$PYTHON" main.py bench "$@" --output "$folder"
+        echo "$*" >"$folder/finished_with"
     fi
     printf '\n%s\n\n' "**$title**" >>"$output/scaling.md"
     cat "$folder/bench.md" >>"$output/scaling.md"
@@ -97,8 +109,11 @@ PY
         ;;
     predict)
         run="$output/runs/predict"
-        [ -e "$run/checkpoints" ] || "$PYTHON" main.py "${data[@]}" "${vit[@]}" --max_steps 2 --max_eval_examples 64 \
-            --checkpoint_dir "$output/runs" --run_name predict --quiet
+        if ! finished "$run" "${data[@]}" "${vit[@]}"; then
+            "$PYTHON" main.py "${data[@]}" "${vit[@]}" --max_steps 2 --max_eval_examples 64 \
+                --checkpoint_dir "$output/runs" --run_name predict --quiet
+            echo "${data[*]} ${vit[*]}" >"$run/finished_with"
+        fi
         "$PYTHON" - "$output/images.npz" "$PREDICTED" "$run/config.yaml" <<'PY'
 import sys
 
