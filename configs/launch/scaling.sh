@@ -2,10 +2,11 @@
 # bash configs/launch/scaling.sh [FOLDER]
 # How training scales over the devices that are there, in one call: parity and bandwidth, pmean_complex_safe beside the
 # mean of as many bytes of float32, weak and strong scaling of ViT-S/16 (beside PyTorch, where torch and timm are) and
-# of hgru_bi from cached Pathfinder, memory under --shard, and throughput of predict. FOLDER (scaling) gets a folder or a
-# log for each part, and scaling.md with all tables. PARTS chooses some of "parity means weak memory predict strong";
-# VIT, HGRU and DATA hold the flags of the two models and of the images, PREDICTED the number of images predicted,
-# MEAN_MIB the size of the means, STEPS the steps timed, PYTHON the interpreter. What an earlier call finished stays.
+# of hgru_bi from cached Pathfinder, memory under --shard, and throughput of predict with the latter. FOLDER (scaling)
+# gets a folder or a log for each part, and scaling.md with all tables. PARTS chooses some of "parity means weak memory
+# predict strong"; VIT, HGRU and DATA hold the flags of the two models and of the images, PREDICTED the number of images
+# predicted, MEAN_MIB the size of the means, STEPS the steps timed, PYTHON the interpreter. What an earlier call finished
+# stays.
 # Rehearsed on 8 simulated CPU devices, whose throughput means nothing: they share the cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -109,10 +110,10 @@ PY
         ;;
     predict)
         run="$output/runs/predict"
-        if ! finished "$run" "${data[@]}" "${vit[@]}"; then
-            "$PYTHON" main.py "${data[@]}" "${vit[@]}" --max_steps 2 --max_eval_examples 64 \
+        if ! finished "$run" "${data[@]}" "${hgru[@]}"; then
+            "$PYTHON" main.py "${data[@]}" "${hgru[@]}" --max_steps 2 --max_eval_examples 64 \
                 --checkpoint_dir "$output/runs" --run_name predict --quiet
-            echo "${data[*]} ${vit[*]}" >"$run/finished_with"
+            echo "${data[*]} ${hgru[*]}" >"$run/finished_with"
         fi
         "$PYTHON" - "$output/images.npz" "$PREDICTED" "$run/config.yaml" <<'PY'
 import sys
