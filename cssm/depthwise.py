@@ -21,8 +21,8 @@ from cssm.fused import available
 from cssm.fused_rows import fused_steps
 from cssm.spectral import total
 
-# Of a program of one warp, how many taps have their sums in registers, and pixels beside them; one number a thread, or
-# two where there are no more than so many taps; and how many products are written out before the loop comes round.
+# A program is one warp and keeps a sum and a pixel for each of up to SUMS taps in registers, of one number a thread, or
+# of two where the taps are no more than SUMS_OF_TWO; so many products are written out before its loop comes round.
 SUMS, SUMS_OF_TWO, WRITTEN = 49, 25, 200
 # Programs that share the maps: each leaves a partial sum.
 PROGRAMS = 8192
@@ -114,14 +114,14 @@ def fused_kernel_gradient(padded: jax.Array, dy: jax.Array, interpret: bool | No
     """As kernel_gradient, by one GPU kernel. interpret None: where there is no GPU.
 
     A program takes some rows of taps and a block of channels, of one map or several, and goes along rows of pixels: the
-    columns that its taps see stay in registers, so that of size x taps products one needs a pixel from memory.
+    columns that its taps see stay in registers, so that a pixel is loaded once for all taps of a row.
     """
     number, height, width, channels = dy.shape
     size, dtype = padded.shape[1] - height + 1, jnp.promote_types(dy.dtype, jnp.float32)
     rows = -(-size // max(1, SUMS // size))
     taps = -(-size // rows)
     tile = 32 * (2 if taps * size <= SUMS_OF_TWO else 1)
-    # No more than fill it up: the power of two that divides them, but for sectors of 32 bytes.
+    # The largest power of two that divides the channels leaves no thread idle; fewer than 16 are no sector of 32 bytes.
     block = max(min(tile, channels & -channels), min(16, _power_of_two(channels)))
     maps, blocks = min(tile // block, _power_of_two(number)), -(-channels // block)
     chunks = -(-width // max(1, WRITTEN // (taps * size)))

@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 def reserve(config: Config) -> None:
-    """Begin to: a GPU takes longer than the modules of training, which load meanwhile. Raises DeviceError."""
+    """Begin to, which takes a GPU about as long as the modules of training take to load. Raises DeviceError."""
     from parallel.devices import reserve_memory
 
     reserve_memory(_devices(config))

@@ -3,20 +3,21 @@
 # How training scales over the devices that are there, in one call: parity and bandwidth, pmean_complex_safe beside the
 # mean of as many bytes of float32, weak and strong scaling of ViT-S/16 (beside PyTorch, where torch and timm are) and
 # of hgru_bi from cached Pathfinder, memory under --shard, and throughput of predict with the latter. FOLDER (scaling)
-# gets a folder or a log for each part, and scaling.md with all tables. PARTS chooses some of "parity means weak memory
-# predict strong"; VIT, HGRU and DATA hold the flags of the two models and of the images, PREDICTED the number of images
-# predicted, MEAN_MIB the size of the means, STEPS the steps timed, PYTHON the interpreter. What an earlier call finished
-# stays.
+# gets a log for each part and a folder for each table, and scaling.md with all tables, also those of earlier calls; they
+# are not measured again. PARTS chooses some of the parts below; VIT, HGRU and DATA hold the flags of the two models and
+# of the images, PREDICTED the number of images predicted, MEAN_MIB the size of the means, STEPS the steps timed, PYTHON
+# the interpreter.
 # Rehearsed on 8 simulated CPU devices, whose throughput means nothing: they share the cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 output=${1:-scaling}
-: "${PYTHON:=python}" "${PARTS:=parity means weak memory predict strong}" "${PREDICTED:=4096}" "${STEPS:=20}"
+parts="parity means weak memory predict strong" # the last may end the call: a batch may not divide by the devices
+: "${PYTHON:=python}" "${PARTS:=$parts}" "${PREDICTED:=4096}" "${STEPS:=20}"
 for part in $PARTS; do
-    case " parity means weak memory predict strong " in
+    case " $parts " in
     *" $part "*) ;;
     *)
-        echo "error: no part $part in PARTS, type some of: parity means weak memory predict strong" >&2
+        echo "error: no part $part in PARTS, type some of: $parts" >&2
         exit 2
         ;;
     esac
@@ -43,21 +44,24 @@ finished() {
     }
 }
 
-# A table of `bench`: `table TITLE FOLDER flags`.
+# A table of `bench`: `table NAME flags`.
 table() {
-    local title=$1 folder="$output/$2"
-    shift 2
+    local folder="$output/$1"
+    shift
     set -- "${data[@]}" --steps "$STEPS" "$@"
     if ! finished "$folder" "$@"; then
         rm -f "$folder/bench.json" "$folder/bench.md" # of a call that was ended
         "$PYTHON" main.py bench "$@" --output "$folder"
         echo "$*" >"$folder/finished_with"
     fi
-    printf '\n%s\n\n' "**$title**" >>"$output/scaling.md"
-    cat "$folder/bench.md" >>"$output/scaling.md"
+    for folder in "$output"/{vit_weak,hgru_bi_weak,shard_none,shard_optimizer,shard_params,vit_strong,hgru_bi_strong}; do
+        if [ -e "$folder/finished_with" ]; then
+            printf '\n**%s**\n\n' "$(basename "$folder")"
+            cat "$folder/bench.md"
+        fi
+    done >"$output/scaling.md"
 }
 
-: >"$output/scaling.md"
 for part in $PARTS; do
     case $part in
     parity)
@@ -70,16 +74,17 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from parallel.devices import AXIS, per_device, spmd
 from parallel.sync import pmean_complex_safe
 
 mib, devices = int(sys.argv[1]), jax.local_devices()
-numbers = mib * 2**20 // 4
+size = mib * 2**20
 
 
-def seconds(mean, x):
+def seconds(mean, dtype):
+    x = per_device(np.ones((len(devices), size // np.dtype(dtype).itemsize), dtype), devices)
     program = spmd(mean, devices)
     jax.block_until_ready(program(x))
     times = []
@@ -90,22 +95,20 @@ def seconds(mean, x):
     return statistics.median(times)
 
 
-real = jnp.ones((len(devices), numbers), jnp.float32)
-pair = jax.lax.complex(real[:, : numbers // 2], real[:, : numbers // 2])
-plain = seconds(lambda x: jax.lax.pmean(x, AXIS), per_device(jax.device_get(real), devices))
+plain = seconds(lambda x: jax.lax.pmean(x, AXIS), np.float32)
 print(f"mean of {mib} MiB over {len(devices)} devices: pmean of float32 {plain * 1e3:.2f} ms")
-for name, x in (("float32", real), ("complex64", pair)):
-    safe = seconds(pmean_complex_safe, per_device(jax.device_get(x), devices))
-    print(f"pmean_complex_safe of {name} {safe * 1e3:.2f} ms, {safe / plain:.3f} times as long")
+for dtype in (np.float32, np.complex64):
+    safe = seconds(pmean_complex_safe, dtype)
+    print(f"pmean_complex_safe of {dtype.__name__} {safe * 1e3:.2f} ms, {safe / plain:.3f} times as long")
 PY
         ;;
     weak | strong)
-        table "ViT, $part scaling" "vit_$part" "${vit[@]}" --devices "$sizes" --scaling "$part" "${peer[@]}"
-        table "hgru_bi, $part scaling" "hgru_bi_$part" "${hgru[@]}" --devices "$sizes" --scaling "$part"
+        table "vit_$part" "${vit[@]}" --devices "$sizes" --scaling "$part" "${peer[@]}"
+        table "hgru_bi_$part" "${hgru[@]}" --devices "$sizes" --scaling "$part"
         ;;
     memory)
         for shard in none optimizer params; do
-            table "hgru_bi, --shard $shard" "shard_$shard" "${hgru[@]}" --devices "$count" --shard "$shard"
+            table "shard_$shard" "${hgru[@]}" --devices "$count" --shard "$shard"
         done
         ;;
     predict)
@@ -135,5 +138,5 @@ PY
         ;;
     esac
 done
-cat "$output/scaling.md"
-echo "tables in $output/scaling.md"
+[ ! -e "$output/scaling.md" ] || cat "$output/scaling.md"
+echo "results in $output"
