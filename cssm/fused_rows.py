@@ -1,5 +1,5 @@
 """Functions of rows as one GPU kernel, forward and backward: a norm over channels, a bias and its activation, a
-convolution over time.
+convolution over time, the maximum over windows of pixels.
 
 XLA computes their backward pass in several sweeps over the same numbers: the gradient of the input, and again all of it
 for the sums that are the gradients of the parameters. Here a program reads each number once, and derives what it needs
@@ -38,8 +38,8 @@ WIDE = Share(1024, 1, 4096)
 
 # (rows [R, C], which of their columns are there [C], parameters [C] or [R, C] ...) -> rows
 Rows = Callable[..., jax.Array]
-# The same of the rows of S steps at once: S of them in, S out.
-Steps = Callable[..., tuple[jax.Array, ...]]
+# The same of several places at once, as the steps of a clip: their rows in, those of as many or fewer places out.
+Places = Callable[..., tuple[jax.Array, ...]]
 
 
 def fused_rows(
@@ -51,16 +51,28 @@ def fused_rows(
     where its second argument is 0; otherwise it must treat every number by itself. interpret None: where there is no
     GPU.
     """
-    (y,) = _fused(_alone(function), x.reshape(1, 1, -1, x.shape[-1]), parameters, whole, interpret)
+    (y,) = _fused(_alone(function), x.reshape(1, 1, -1, 1, x.shape[-1]), parameters, whole, interpret)
     return y.reshape(x.shape)
 
 
 def fused_steps(
-    function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None = None
+    function: Places, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None = None
 ) -> jax.Array:
     """As fused_rows, of x [B, S, ..., C] and a function that sees the rows of all S steps at once, [R, n] of each."""
-    rows = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    rows = x.reshape(*x.shape[:2], -1, 1, x.shape[-1])
     return _fused(function, rows, parameters, whole, interpret)[0].reshape(x.shape)
+
+
+def fused_windows(
+    function: Places, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None = None
+) -> jax.Array:
+    """As fused_rows, of maps x [..., H, W, C], H and W even, and a function that sees the rows of the four pixels of
+    each window of 2 x 2, line by line, and gives one: [..., H / 2, W / 2, C].
+    """
+    *lead, height, width, channels = x.shape
+    windows = x.reshape(-1, 2, width // 2, 2, channels)
+    (y,) = _fused(function, windows, parameters, whole, interpret)
+    return y.reshape(*lead, height // 2, width // 2, channels)
 
 
 def by_rows(function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool) -> jax.Array:
@@ -78,23 +90,52 @@ def beside_rows(
     """(x, by_rows(function, x, ...)), for a residual sum: the kernel of the backward pass adds up both gradients."""
     if interpret is None and (not available() or x.dtype == jnp.float64):
         return x, by_rows(function, x, parameters, whole)
-    y, x_ = _fused(_alone(function), x.reshape(1, 1, -1, x.shape[-1]), parameters, whole, interpret, beside=True)
+    y, x_ = _fused(_alone(function), x.reshape(1, 1, -1, 1, x.shape[-1]), parameters, whole, interpret, beside=True)
     return x_.reshape(x.shape), y.reshape(x.shape)
 
 
-def _alone(function: Rows) -> Steps:
-    return lambda steps, *arguments: (function(steps[0], *arguments),)
+def pooled_rows(
+    function: Rows, x: jax.Array, parameters: tuple[jax.Array, ...], whole: bool, interpret: bool | None = None
+) -> jax.Array:
+    """max_pool_2x2(by_rows(function, x, ...)) of maps x [..., H, W, C], as one kernel where H and W are even."""
+    odd = x.shape[-3] % 2 or x.shape[-2] % 2
+    if odd or (interpret is None and (not available() or x.dtype == jnp.float64)):
+        return max_pool_2x2(by_rows(function, x, parameters, whole))
+
+    def window(pixels, *arguments):
+        a, b, c, d = (function(pixel, *arguments) for pixel in pixels)
+        return (jnp.maximum(jnp.maximum(a, c), jnp.maximum(b, d)),)
+
+    return fused_windows(window, x, parameters, whole, interpret)
+
+
+def max_pool_2x2(x: jax.Array) -> jax.Array:
+    """2x2 max-pool, stride 2, SAME, over H and W of [..., H, W, C].
+
+    By pairs, whose gradient is a choice and never 0 / 0, as that of x.max() can be; on a CPU several times faster than
+    nn.max_pool's.
+    """
+    height, width = x.shape[-3:-1]
+    if height % 2 or width % 2:
+        pad = [(0, 0)] * (x.ndim - 3) + [(0, height % 2), (0, width % 2), (0, 0)]
+        x = jnp.pad(x, pad, constant_values=-jnp.inf)
+    x = jnp.maximum(x[..., 0::2, :, :], x[..., 1::2, :, :])
+    return jnp.maximum(x[..., 0::2, :], x[..., 1::2, :])
+
+
+def _alone(function: Rows) -> Places:
+    return lambda rows, *arguments: (function(rows[0], *arguments),)
 
 
 def _fused(
-    function: Steps,
+    function: Places,
     x: jax.Array,
     parameters: tuple[jax.Array, ...],
     whole: bool,
     interpret: bool | None,
     beside: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """(y,), or (y, x) if beside; x [B, S, N, C]: S steps of N rows."""
+    """(y,), or (y, x) if beside; x [B, S, N, V, C]: N rows at each of S V places. y: at as many, or [B, 1, N, 1, C]."""
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
     columns = 1 << (x.shape[-1] - 1).bit_length()
     share = WIDE if whole and 256 < columns <= 1024 else SHARE
@@ -116,12 +157,13 @@ def _fused(
 
 
 class _Tiles:
-    """How [B, S, N, C] is cut: `rows` x `columns` numbers of all steps at a time."""
+    """How [B, S, N, V, C] is cut: `rows` x `columns` numbers of all places at a time."""
 
     def __init__(self, shape: tuple[int, ...], columns: int, share: Share, interpret: bool):
-        batch, self.steps, self.number, self.channels = shape
+        batch, steps, self.number, beside, self.channels = shape
+        self.places = steps * beside
         self.columns, self.share, self.interpret = columns, share, interpret
-        self.rows = max(1, share.numbers // columns // (1 << (self.steps - 1).bit_length()))
+        self.rows = max(1, share.numbers // columns // (1 << (self.places - 1).bit_length()))
         self.down, self.across = -(-self.number // self.rows), -(-self.channels // columns)
         self.blocks = batch * self.down
 
@@ -147,36 +189,60 @@ class _Tiles:
         there = (place * self.rows + jnp.arange(self.rows) < self.number) & (block < self.blocks)
         return example, pl.ds(place * self.rows, self.rows), there.astype(jnp.int32)
 
-    def at(self, down: tuple[jax.Array, Any, jax.Array], across: Any) -> list[Any]:
-        """The indices of every step."""
-        example, rows, _ = down
-        return [(example, example * 0 + step, rows, across) for step in range(self.steps)]
+
+class _Block:
+    """A block of rows and of columns, at every place of an array [B, S, N, V, C]."""
+
+    def __init__(self, down: tuple[jax.Array, Any, jax.Array], across: tuple[Any, jax.Array]):
+        self.example, self.rows, rows_there = down
+        self.across, columns_there = across
+        self.there = rows_there[:, None] * columns_there[None, :] > 0
+
+    def load(self, ref: Any, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+        read = lambda at: plt.load(ref.at[at], mask=self.there, other=0.0).astype(dtype)
+        return tuple(map(read, self._places(ref)))
+
+    def store(self, ref: Any, values: tuple[jax.Array, ...]) -> None:
+        for at, value in zip(self._places(ref), values, strict=True):
+            plt.store(ref.at[at], value.astype(ref.dtype), mask=self.there)
+
+    def _places(self, ref: Any) -> list[Any]:
+        zero = self.example * 0  # Pallas' interpreter wants traced indices
+        _, steps, _, beside, _ = ref.shape
+        return [
+            (self.example, zero + step, self.rows, zero + place, self.across)
+            for step in range(steps)
+            for place in range(beside)
+        ]
 
 
-def _load(ref: Any, at: Any, there: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _parameter(ref: Any, across: tuple[Any, jax.Array], dtype: jnp.dtype) -> jax.Array:
+    at, there = across
     return plt.load(ref.at[at], mask=there > 0, other=0.0).astype(dtype)
 
 
-def _store(ref: Any, at: list[Any], there: jax.Array, steps: tuple[jax.Array, ...]) -> None:
-    for index, value in zip(at, steps, strict=True):
-        plt.store(ref.at[index], value.astype(ref.dtype), mask=there > 0)
-
-
-def _forward(tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...]) -> jax.Array:
+def _forward(tiles: _Tiles, function: Places, x: jax.Array, parameters: tuple[jax.Array, ...]) -> jax.Array:
     dtype = jnp.promote_types(x.dtype, jnp.float32)
 
-    def kernel(x_ref, parameter_refs, y_ref):
-        (across, columns), down = tiles.across_at(pl.program_id(1)), tiles.down_at(pl.program_id(0))
-        there, at = down[-1][:, None] * columns[None, :], tiles.at(down, across)
-        values = [_load(ref, across, columns, dtype) for ref in parameter_refs]
-        steps = tuple(_load(x_ref, index, there, dtype) for index in at)
-        _store(y_ref, at, there, function(steps, columns.astype(dtype), *values))
+    def apply(values: tuple[jax.Array, ...], there: jax.Array, parameters: list[jax.Array]) -> tuple[jax.Array, ...]:
+        return function(values, there, *parameters)
 
-    return tiles.call(kernel, tiles.blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x, parameters, over={})
+    def kernel(x_ref, parameter_refs, y_ref):
+        across = tiles.across_at(pl.program_id(1))
+        block = _Block(tiles.down_at(pl.program_id(0)), across)
+        values = [_parameter(ref, across, dtype) for ref in parameter_refs]
+        block.store(y_ref, apply(block.load(x_ref, dtype), across[1].astype(dtype), values))
+
+    row = [jax.ShapeDtypeStruct((1, x.shape[-1]), dtype)] * tiles.places
+    given = jax.eval_shape(apply, tuple(row), jax.ShapeDtypeStruct(x.shape[-1:], dtype), list(parameters))
+    batch, steps, number, beside, channels = x.shape
+    places = (steps, number, beside) if len(given) == tiles.places else (1, number, 1)
+    y = jax.ShapeDtypeStruct((batch, *places, channels), x.dtype)
+    return tiles.call(kernel, tiles.blocks, y, x, parameters, over={})
 
 
 def _backward(
-    tiles: _Tiles, function: Steps, x: jax.Array, parameters: tuple[jax.Array, ...], dy: jax.Array, *beside: jax.Array
+    tiles: _Tiles, function: Places, x: jax.Array, parameters: tuple[jax.Array, ...], dy: jax.Array, *beside: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gradients of x and the parameters; beside: a gradient of x that is added to its own, or none."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -184,35 +250,35 @@ def _backward(
     programs = -(-tiles.blocks // each)
 
     def kernel(x_ref, parameter_refs, dy_ref, beside_refs, dx_ref, partial_refs):
-        program, (across, columns) = pl.program_id(0), tiles.across_at(pl.program_id(1))
+        program, across = pl.program_id(0), tiles.across_at(pl.program_id(1))
+        columns = across[1]
         # As large as the rows, so that a gradient is summed over them once, however often its parameter is used.
         shape = (tiles.rows, tiles.columns)
-        values = [jnp.broadcast_to(_load(ref, across, columns, dtype), shape) for ref in parameter_refs]
-        apply = lambda steps, *values: function(steps, columns.astype(dtype), *values)
-        # With several steps there are few rows: adding them up at the end takes fewer registers than time.
-        late = tiles.steps > 1
+        values = [jnp.broadcast_to(_parameter(ref, across, dtype), shape) for ref in parameter_refs]
+        apply = lambda rows, *values: function(rows, columns.astype(dtype), *values)
+        # With several places there are few rows: adding them up at the end takes fewer registers than time.
+        late = tiles.places > 1
 
-        def block(i, sums):
+        def one(i, sums):
             # Programs that run together work on neighbouring rows.
-            down = tiles.down_at(i.astype(jnp.int32) * programs + program)
-            there, at = down[-1][:, None] * columns[None, :], tiles.at(down, across)
-            load = lambda ref: tuple(_load(ref, index, there, dtype) for index in at)
-            dx, *grads = jax.vjp(apply, load(x_ref), *values)[1](load(dy_ref))
+            block = _Block(tiles.down_at(i.astype(jnp.int32) * programs + program), across)
+            dx, *grads = jax.vjp(apply, block.load(x_ref, dtype), *values)[1](block.load(dy_ref, dtype))
             for ref in beside_refs:
-                dx = tuple(map(jnp.add, dx, load(ref)))
-            _store(dx_ref, at, there, dx)
+                dx = tuple(map(jnp.add, dx, block.load(ref, dtype)))
+            block.store(dx_ref, dx)
             return tuple(sum_ + (d if late else d.sum(0)) for sum_, d in zip(sums, grads, strict=True))
 
         zero = jnp.zeros(shape if late else shape[1:], dtype)
-        sums = jax.lax.fori_loop(0, each, block, (zero,) * len(parameters))
+        sums = jax.lax.fori_loop(0, each, one, (zero,) * len(parameters))
         for ref, sum_ in zip(partial_refs, sums, strict=True):
-            plt.store(ref.at[program, across], sum_.sum(0) if late else sum_, mask=columns > 0)
+            plt.store(ref.at[program, across[0]], sum_.sum(0) if late else sum_, mask=columns > 0)
 
     partial = jax.ShapeDtypeStruct((programs, tiles.channels), dtype)
     out_shape = (jax.ShapeDtypeStruct(x.shape, x.dtype), (partial,) * len(parameters))
     # Where the gradient of what the rows give was, that of x takes its place: both at once are the peak of a step. Not
     # where several threads read a number: one could be late, and find what another has written.
-    over = {1 + len(parameters): 0} if tiles.rows * tiles.columns >= tiles.share.warps * WARP else {}
+    alone = tiles.rows * tiles.columns >= tiles.share.warps * WARP
+    over = {1 + len(parameters): 0} if alone and dy.shape == x.shape else {}
     dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside, over=over)
     return dx, tuple(p.sum(0).astype(q.dtype) for p, q in zip(partials, parameters, strict=True))
 
@@ -223,6 +289,21 @@ def layer_norm_rows(x: jax.Array, there: jax.Array, scale: jax.Array, bias: jax.
     centred = (x - jnp.sum(x, -1, keepdims=True) / count) * there
     variance = jnp.sum(centred * centred, -1, keepdims=True) / count
     return centred * jax.lax.rsqrt(variance + epsilon) * scale + bias
+
+
+def activated_norm_rows(
+    x: jax.Array,
+    there: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    offset: jax.Array | float = 0.0,
+    *,
+    epsilon: float,
+    before: Callable,
+    after: Callable,
+) -> jax.Array:
+    """after(layer_norm_rows of before(x + offset))."""
+    return after(layer_norm_rows(before(x + offset) * there, there, scale, bias, epsilon))
 
 
 def activated_rows(x: jax.Array, there: jax.Array, bias: jax.Array, act: Callable) -> jax.Array:

@@ -94,6 +94,27 @@ def rfft2(x: jax.Array, backend: Backend = "fft") -> jax.Array:
     return _left(along_h, y).reshape(*x.shape[:-3], 2, height, width // 2 + 1, -1)
 
 
+def with_mean(x_hat: jax.Array, pixels: int) -> tuple[jax.Array, jax.Array]:
+    """(x_hat, the mean over H and W [..., C]) of a packed spectrum [..., 2, H, Wf, C] of maps of so many pixels.
+
+    The mean's gradient is added in place, at the one frequency that it comes from: taken from the maps it would be one
+    more pass over their gradient.
+    """
+
+    @jax.custom_vjp
+    def split(x_hat):
+        return x_hat, x_hat[..., 0, 0, 0, :] / pixels
+
+    def backward(_, gradients):
+        d_hat, d_mean = gradients
+        first = d_hat[..., :1, :1, :1, :] + d_mean[..., None, None, None, :] / pixels
+        first = jax.lax.optimization_barrier(first)
+        return (jax.lax.dynamic_update_slice(d_hat, first, (0,) * d_hat.ndim),)
+
+    split.defvjp(lambda x_hat: (split(x_hat), None), backward)
+    return split(x_hat)
+
+
 def irfft2(x_hat: jax.Array, width: int, backend: Backend = "fft") -> jax.Array:
     """Inverse of `rfft2`: packed [..., 2, H, Wf, C] to real [..., H, width, C].
 

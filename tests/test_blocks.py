@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cssm.cells.core import layer_norm
+from cssm.cells.core import LayerNorm
+from cssm.fused_rows import max_pool_2x2
 from cssm.models import blocks
 from cssm.positions import rope
 
@@ -21,13 +22,13 @@ def test_max_pool_is_flaxs(height, width):
     want = nn.max_pool(x.reshape(6, height, width, 4), (2, 2), (2, 2), "SAME").reshape(
         2, 3, -(-height // 2), -(-width // 2), 4
     )
-    np.testing.assert_array_equal(blocks.max_pool_2x2(x), want)
+    np.testing.assert_array_equal(max_pool_2x2(x), want)
 
 
 def test_layer_norm_survives_a_mean_far_above_the_spread(key):
     """As the difference of two squares the variance of such values would be noise."""
     x = randn(1, 1, 2, 2, 64) * 1e-2 + 100.0
-    norm = layer_norm(jnp.float32, "norm")
+    norm = LayerNorm(jnp.float32)
     y = norm.apply(norm.init(key, x), x)
     exact = np.asarray(x, np.float64)
     want = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-6)
@@ -125,5 +126,5 @@ def test_registers_are_learned_frames_before_the_first_step(key):
 
 
 def test_gradients_flow_through_the_pool_once_for_each_maximum():
-    grads = jax.grad(lambda x: blocks.max_pool_2x2(x).sum())(randn(1, 1, 5, 5, 1))
+    grads = jax.grad(lambda x: max_pool_2x2(x).sum())(randn(1, 1, 5, 5, 1))
     assert float(grads.sum()) == pytest.approx(9.0)

@@ -11,9 +11,18 @@ import pytest
 from test_fused import on_a_gpu, written_over
 
 from cssm import fused_rows
-from cssm.fused_rows import Share, activated_rows, by_rows, layer_norm_rows
+from cssm.fused_rows import (
+    Share,
+    activated_norm_rows,
+    activated_rows,
+    by_rows,
+    layer_norm_rows,
+    max_pool_2x2,
+    pooled_rows,
+)
 
 NORM = functools.partial(layer_norm_rows, epsilon=1e-6)
+STEM = functools.partial(activated_norm_rows, epsilon=1e-6, before=nn.softplus, after=nn.silu)
 GELU = functools.partial(activated_rows, act=nn.gelu)
 
 
@@ -21,7 +30,15 @@ def norm(x, scale, bias):
     return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * scale + bias
 
 
-CASES = {"norm": (NORM, norm, 2, True), "gelu": (GELU, lambda x, bias: nn.gelu(x + bias), 1, False)}
+def stem(x, scale, bias, offset):
+    return nn.silu(norm(jnp.logaddexp(x + offset, 0.0), scale, bias))
+
+
+CASES = {
+    "norm": (NORM, norm, 2, True),
+    "gelu": (GELU, lambda x, bias: nn.gelu(x + bias), 1, False),
+    "stem": (STEM, stem, 3, True),
+}
 
 
 def arrays(shape, count, seed=0):
@@ -57,6 +74,33 @@ def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, shape)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-11), want, got)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 4, 6, 24), (1, 6, 14, 5), (5, 7, 4)])
+def test_the_maximum_of_windows_is_that_of_the_formula(monkeypatch, shape):
+    """Several windows a tile, several tiles a program; odd sizes, and the largest of four pixels at each place."""
+    monkeypatch.setattr(fused_rows, "SHARE", Share(128, 4, 2))
+    with jax.enable_x64(True):
+        x, parameters = arrays(shape, 3)
+
+        def gradients(apply):
+            def loss(x, parameters):
+                y = apply(x, parameters)
+                return jnp.sum(arrays(y.shape, 0, seed=1)[0] * y), y
+
+            return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, parameters)
+
+        want = gradients(lambda x, parameters: max_pool_2x2(stem(x, *parameters)))
+        for interpret in (True, None):
+            got = gradients(lambda x, parameters, i=interpret: pooled_rows(STEM, x, parameters, True, i))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-11), want, got)
+
+
+def test_a_map_and_its_maximum_are_one_kernel_each_way():
+    x, parameters = jnp.ones((2, 4, 4, 8)), (jnp.ones(8),) * 3
+    loss = lambda x, parameters: jnp.sum(jnp.sin(pooled_rows(STEM, x, parameters, True, interpret=True)))
+    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, parameters))
+    assert program.count("pallas_call[") == 2
+
+
 def test_both_gradients_of_a_residual_sum_are_added_in_the_kernel():
     """Otherwise they are two maps, and a third is their sum."""
     x, parameters = jnp.ones((4, 24)), (jnp.ones(24), jnp.zeros(24))
@@ -77,7 +121,7 @@ def test_the_gradient_is_written_over_the_given_one_where_no_two_threads_read_a_
     monkeypatch.setattr(fused_rows, "SHARE", Share(512, warps, 2048))
     x, parameters = jnp.ones((300, 64)), (jnp.ones(64), jnp.zeros(64))
     loss = lambda x: jnp.sum(jnp.sin(fused_rows.fused_rows(NORM, x, parameters, True, interpret=True)))
-    assert written_over(jax.grad(loss), x) == [(1, 1, *x.shape)] * over
+    assert written_over(jax.grad(loss), x) == [(1, 1, 300, 1, 64)] * over
 
 
 def test_bf16_is_rounded_on_the_way_in_and_out_alone():
@@ -90,16 +134,18 @@ def test_bf16_is_rounded_on_the_way_in_and_out_alone():
 
 
 @pytest.mark.parametrize(
-    "name,channels,warps", [("norm", 64, 4), ("norm", 384, 1), ("gelu", 1536, 4), ("norm", 3000, 4)]
+    "name,channels,warps",
+    [("norm", 64, 4), ("norm", 384, 1), ("gelu", 1536, 4), ("norm", 3000, 4), ("stem", 384, 1), ("pooled", 64, 4)],
 )
 def test_they_lower_for_a_gpu(name, channels, warps):
     """No two warps share a row, where one can hold it."""
-    function, _, count, whole = CASES[name]
+    function, _, count, whole = CASES["stem" if name == "pooled" else name]
+    apply = pooled_rows if name == "pooled" else fused_rows.fused_rows
 
     def loss(x, parameters):
-        return jnp.sum(jnp.sin(fused_rows.fused_rows(function, x, parameters, whole, interpret=False)))
+        return jnp.sum(jnp.sin(apply(function, x, parameters, whole, interpret=False)))
 
-    x = jax.ShapeDtypeStruct((1000, channels), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 10, 50, channels), jnp.bfloat16)
     parameters = (jax.ShapeDtypeStruct((channels,), jnp.float32),) * count
     with on_a_gpu(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)

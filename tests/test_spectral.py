@@ -127,3 +127,19 @@ def test_bounding_has_a_finite_gradient_at_zero():
     grads = jax.grad(lambda k: jnp.sum(spectral.bound_magnitude(k).re))(zero)
     np.testing.assert_allclose(grads.re, 0.999, rtol=1e-6)
     np.testing.assert_array_equal(grads.im, 0.0)
+
+
+@pytest.mark.parametrize("backend", ["fft", "dft"])
+def test_the_mean_of_maps_comes_with_their_spectrum(backend):
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 5, 4))
+    weights = np.random.default_rng(1).standard_normal((2, 3, 2, 6, 3, 4))
+    with jax.enable_x64(True):
+
+        def loss(x, mean):
+            x_hat = spectral.rfft2(x, backend)
+            x_hat, mean = spectral.with_mean(x_hat, 30) if mean is None else (x_hat, mean(x))
+            return jnp.sum(weights * x_hat) + jnp.sum(jnp.sin(mean))
+
+        want = jax.value_and_grad(lambda x: loss(x, lambda x: x.mean((2, 3))))(x)
+        got = jax.value_and_grad(lambda x: loss(x, None))(x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-10, atol=1e-12), want, got)

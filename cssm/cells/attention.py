@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen import dtypes
 
+from cssm.activations import gelu
 from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.depthwise import DepthwiseConv
@@ -124,7 +125,7 @@ class MLP(nn.Module):
 
     ratio: float
     dtype: jnp.dtype | None = None
-    act: Callable = nn.gelu
+    act: Callable = gelu
     dwconv: bool = False
 
     @nn.compact

@@ -12,8 +12,16 @@ import jax.numpy as jnp
 from flax.linen import dtypes
 
 from cssm import spectral
+from cssm.activations import gelu
 from cssm.depthwise import CausalConv, DepthwiseConv
-from cssm.fused_rows import activated_rows, beside_rows, by_rows, layer_norm_rows
+from cssm.fused_rows import (
+    activated_norm_rows,
+    activated_rows,
+    beside_rows,
+    by_rows,
+    layer_norm_rows,
+    pooled_rows,
+)
 from cssm.positions import time_code
 from cssm.scan import Method, linear_scan, repeat_over_time
 from cssm.spectral import Backend, Spectrum
@@ -146,31 +154,28 @@ class LogMagnitudeNorm(nn.Module):
         return spectral.scale(math.sqrt(num_pixels) * jnp.exp(gain * centred * spread + bias - log), z)
 
 
-def gate_context(x: jax.Array, num_steps: int, options: CellOptions) -> jax.Array:
-    """What gates are made of, [B, T, C]: the mean of x over space and, if gate_time_code, the time code."""
-    context = repeat_over_time(x.mean(axis=(2, 3)), num_steps)
-    return context + time_code(num_steps, x.shape[-1], x.dtype) if options.gate_time_code else context
+def gate_context(mean: jax.Array, num_steps: int, options: CellOptions) -> jax.Array:
+    """What gates are made of, [B, T, C]: the mean over space [B, T or 1, C] and, if gate_time_code, the time code."""
+    context = repeat_over_time(mean, num_steps)
+    return context + time_code(num_steps, mean.shape[-1], mean.dtype) if options.gate_time_code else context
 
 
-def sigmoid_gates(names: tuple[str, ...], x: jax.Array, steps: int, options: CellOptions) -> dict[str, jax.Array]:
-    """Gates [B, T, F, 1] from the context; in a compact call, parameters "gates".
+def gates_and_inputs(
+    names: tuple[str, ...], count: int, x: jax.Array, steps: int, options: CellOptions
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """(gates [B, T, F, 1], `count` spectra of inputs, packed, [B, T, 2, F, count C], the offset that linear_scan is to
+    add to them); in a compact call, parameters "gates" and "input_proj".
 
-    Those whose names begin with decay lie in 0.1 .. 0.99, others in 0 .. 1.
+    Gates come from the mean of x [B, T or 1, H, W, C]. Those whose names begin with decay lie in 0.1 .. 0.99, others in
+    0 .. 1. Inputs are x, projected to `count` times C channels after the transform, which moves C of them.
     """
+    height, width = x.shape[2:4]
+    x_hat, mean = spectral.with_mean(spectral.rfft2(x, options.backend), height * width)
     gates = FrequencyGates(names, options.gate_type, dtype=options.dtype, name="gates")
-    squashed = jax.tree.map(nn.sigmoid, gates(gate_context(x, steps, options), *x.shape[2:4]))
-    return {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
-
-
-def input_spectra(x: jax.Array, count: int, options: CellOptions) -> tuple[jax.Array, jax.Array]:
-    """Project x to `count` times C channels: as many spectra, packed, [B, T, 2, F, count C], and the offset that
-    linear_scan is to add to them; in a compact call, parameters "input_proj".
-
-    Projecting after the transform moves C channels through it instead of `count` times C.
-    """
-    x_hat = spectral.rfft2(x, options.backend)
+    squashed = jax.tree.map(nn.sigmoid, gates(gate_context(mean, steps, options), height, width))
+    gates = {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
     u_hat, bias = SpectralDense(count * options.channels, options.dtype, name="input_proj")(x_hat)
-    return flatten(u_hat), bias * (x.shape[2] * x.shape[3])
+    return gates, flatten(u_hat), bias * (height * width)
 
 
 def gated_states(*numbers: int) -> Callable[[tuple[Spectrum, ...], jax.Array], tuple[Spectrum, ...]]:
@@ -187,7 +192,7 @@ def read_out(y_hat: jax.Array, count: int, shape: tuple[int, ...], options: Cell
     height, width = shape[2:4]
     y = unflatten(y_hat, height)
     project = SpectralDense(options.channels, options.dtype, count, name="output_proj") if count > 1 else None
-    act = {"none": None, "gelu": nn.gelu, "silu": nn.silu}[options.pre_output_act]
+    act = {"none": None, "gelu": gelu, "silu": nn.silu}[options.pre_output_act]
     bias = None
     if project and not act:  # the projection may come first: fewer maps to transform
         y, bias = project(y)
@@ -263,19 +268,30 @@ def real_scan(
     return states.reshape(batch, -1, height, width, channels)
 
 
-class LayerNorm(nn.Module):
-    """Over channels, epsilon 1e-6; on a GPU one kernel forward and one backward (cssm.fused_rows).
+def identity(x: jax.Array) -> jax.Array:
+    """x, for where no activation is."""
+    return x
 
-    The variance is taken about the mean: as E[x^2] - E[x]^2, Flax's default, it loses four digits after a softplus.
+
+class LayerNorm(nn.Module):
+    """after(norm over channels of before(x + offset)), epsilon 1e-6, and its maximum over 2 x 2 pixels if pooled.
+
+    On a GPU one kernel forward and one backward (cssm.fused_rows). The variance is taken about the mean: as
+    E[x^2] - E[x]^2, Flax's default, it loses four digits after a softplus.
     """
 
     dtype: jnp.dtype | None = None
+    before: Callable = identity
+    after: Callable = identity
+    pooled: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *offset: jax.Array) -> jax.Array:
+        """x [..., H, W, C] where it is pooled, else [..., C]; offset [C], or none."""
         parameters = _scale_and_bias(self, x)
         x, *_ = dtypes.promote_dtype(x, *parameters, dtype=self.dtype)
-        return by_rows(_NORM, x, parameters, whole=True)
+        rows = functools.partial(activated_norm_rows, epsilon=1e-6, before=self.before, after=self.after)
+        return (pooled_rows if self.pooled else by_rows)(rows, x, (*parameters, *offset), whole=True)
 
 
 class ResidualNorm(nn.Module):
@@ -286,20 +302,13 @@ class ResidualNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return beside_rows(_NORM, x, _scale_and_bias(self, x), whole=True)
-
-
-_NORM = functools.partial(layer_norm_rows, epsilon=1e-6)
+        rows = functools.partial(layer_norm_rows, epsilon=1e-6)
+        return beside_rows(rows, x, _scale_and_bias(self, x), whole=True)
 
 
 def _scale_and_bias(module: nn.Module, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = module.param("scale", nn.initializers.ones, x.shape[-1:])
     return scale, module.param("bias", nn.initializers.zeros, x.shape[-1:])
-
-
-def layer_norm(dtype: jnp.dtype | None, name: str) -> LayerNorm:
-    """The module of this name."""
-    return LayerNorm(dtype, name=name)
 
 
 class ActivatedDense(nn.Module):

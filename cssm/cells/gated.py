@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm import spectral
+from cssm.activations import softplus
 from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
@@ -40,7 +41,7 @@ class Gated(nn.Module):
         raw = core.FrequencyGates(("delta", "B", "C"), o.gate_type, jnp.multiply, o.dtype, name="gates")(
             context, height, width
         )
-        delta = nn.softplus(raw["delta"])
+        delta = softplus(raw["delta"])
         gates = {"decay": jnp.exp(-delta), "write": (delta + 1e-8) * raw["B"]}
         kernel = core.SpectralKernel(o, nn.initializers.normal(0.02), name="kernel")(height, width)
 

@@ -58,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
 
-        context = core.gate_context(x, steps, o)
+        context = core.gate_context(x.mean(axis=(2, 3)), steps, o)
         q, k, v = self._queries_keys_values(x, context, steps)
         if last_only:
             q, x = q[:, -1:], x[:, -1:]
@@ -158,7 +158,7 @@ class GatedDeltaNet(nn.Module):
         if self.output_norm == "none":
             return y
         if self.output_norm == "layer":
-            return core.layer_norm(self.options.dtype, "output_norm")(y)
+            return core.LayerNorm(self.options.dtype, name="output_norm")(y)
         return nn.RMSNorm(epsilon=EPSILON, dtype=self.options.dtype, name="output_norm")(y)
 
 

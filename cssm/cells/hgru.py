@@ -30,10 +30,9 @@ class HGRU(nn.Module):
         steps = num_steps or x.shape[1]
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
-        gates = core.sigmoid_gates(GATES, x, steps, o)
+        gates, inputs, offset = core.gates_and_inputs(GATES, 2, x, steps, o)
         k_exc = core.SpectralKernel(o, core.xavier_normal_raw, name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(*x.shape[2:4])
-        inputs, offset = core.input_spectra(x, 2, o)
         c = gates.pop("C")
         read = core.gated_states(*("xy".index(name) for name in self.readout_state))
         y_hat = linear_scan(

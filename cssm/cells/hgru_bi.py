@@ -33,10 +33,9 @@ class HGRUBilinear(nn.Module):
         steps = num_steps or x.shape[1]
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
-        gates = core.sigmoid_gates(DECAYS + COUPLINGS + READS, x, steps, o)
+        gates, inputs, offset = core.gates_and_inputs(DECAYS + COUPLINGS + READS, 3, x, steps, o)
         k_exc = core.SpectralKernel(o, core.xavier_normal_raw, name="k_exc")(*x.shape[2:4])
         k_inh = core.SpectralKernel(o, core.xavier_normal_raw, name="k_inh")(*x.shape[2:4])
-        inputs, offset = core.input_spectra(x, 3, o)
         c = gates.pop("C")
         read = core.gated_states(*("xyz".index(name) for name in self.readout_state))
         y_hat = linear_scan(

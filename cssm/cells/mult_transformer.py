@@ -31,12 +31,11 @@ class MultTransformer(nn.Module):
         height, width = x.shape[2:4]
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
-        gates = core.sigmoid_gates(GATES, x, steps, o)
+        gates, inputs, offset = core.gates_and_inputs(GATES, 3, x, steps, o)
         kernels = [
             core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name=f"k_{s}")(height, width)
             for s in "qkv"
         ]
-        inputs, offset = core.input_spectra(x, 3, o)
         v_only = lambda h, _: h[2:]
         v_hat = linear_scan(
             _step, tuple(kernels), (3, 3), gates, inputs, o.scan, last_only, o.stable_transition, v_only, offset=offset

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cssm.activations import softplus
 from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
@@ -34,7 +35,7 @@ class NoFFT(nn.Module):
         m = nn.silu(core.short_convs(m, o, self.short_conv_spatial_size, self.short_conv_size, steps))
         context = core.repeat_over_time(m.mean(axis=(2, 3)), steps)
         raw = core.spatial_gates(("delta", "B", "C"), o.gate_type, context, height, width, o.dtype, "gates")
-        delta = nn.softplus(raw["delta"])
+        delta = softplus(raw["delta"])
         log_decay = nn.log_sigmoid(self.param("A_logit", nn.initializers.constant(2.0), (o.channels,)))
 
         gates = {"delta": delta, "write": delta * raw["B"]}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm import spectral
+from cssm.activations import gelu, softplus
 from cssm.cells import core
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
@@ -20,7 +21,7 @@ COUPLINGS = ("alpha", "delta", "mu", "gamma")
 GATES = (*COUPLINGS, "B", "C")
 ACTIVATIONS = {
     "sigmoid": nn.sigmoid,
-    "softplus_clamped": lambda raw: jnp.minimum(nn.softplus(raw), 2.0),
+    "softplus_clamped": lambda raw: jnp.minimum(softplus(raw), 2.0),
     "tanh_scaled": lambda raw: 0.5 * (jnp.tanh(raw) + 1.0),
 }
 # decay = 0.1 + 0.89 sigmoid(logit) is 0.9 at the start.
@@ -65,11 +66,11 @@ class Opponent(nn.Module):
     def _gates(self, x: jax.Array, steps: int) -> dict[str, jax.Array]:
         """Squashed gates [B, T, F, C]."""
         o, (height, width, channels) = self.options, x.shape[2:]
-        context = core.gate_context(x, steps, o)
+        context = core.gate_context(x.mean(axis=(2, 3)), steps, o)
         columns, n = width // 2 + 1, len(GATES)
         if o.gate_type == "dense":
             if self.gate_rank:
-                context = nn.gelu(nn.Dense(self.gate_rank, dtype=o.dtype, name="gates_hidden")(context))
+                context = gelu(nn.Dense(self.gate_rank, dtype=o.dtype, name="gates_hidden")(context))
             raw = nn.Dense(n * height * columns * channels, dtype=o.dtype, name="gates")(context)
         else:
             raw = nn.Dense(n * (height + columns + channels), dtype=o.dtype, name="gates")(context)

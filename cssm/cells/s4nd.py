@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm import spectral
+from cssm.activations import gelu
 from cssm.cells.core import CellOptions
 from cssm.positions import rope
 from cssm.spectral import multiply
@@ -70,7 +71,7 @@ class S4ND(nn.Module):
         else:
             y = self._over_space(self._over_time(x, steps, last_only))
         y = y + skip * (x[:, -1:] if last_only else x)
-        return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(nn.gelu(y))
+        return nn.Dense(o.channels, dtype=o.dtype, name="output_proj")(gelu(y))
 
     def _kernel(self, name: str, length: int) -> jax.Array:
         return DiagonalKernel(self.options.channels, self.state_dim, name=name)(length)

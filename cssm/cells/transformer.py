@@ -44,11 +44,10 @@ class Transformer(nn.Module):
         height, width = x.shape[2:4]
         if o.rope_mode != "none":
             x = rope(x, o.rope_mode, steps)
-        gates = core.sigmoid_gates(self._gate_names(present), x, steps, o)
+        gates, inputs, offset = core.gates_and_inputs(self._gate_names(present), len(present), x, steps, o)
         if "w_qk" in gates:
             gates["w_q_to_k"] = gates["w_k_to_q"] = gates.pop("w_qk")
         kernel = core.SpectralKernel(o, core.xavier_normal_raw, self.spectral_clip, name="kernel")(height, width)
-        inputs, offset = core.input_spectra(x, len(present), o)
         step = functools.partial(_step, present=present)
         c, counts = gates.pop("C"), (len(present), len(present))
         numbers = [present.index(name) for name in chosen]

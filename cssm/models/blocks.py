@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cssm.cells.core import layer_norm, repeat_over_time
+from cssm.activations import gelu, softplus
+from cssm.cells.core import LayerNorm, SpectralDense, identity, repeat_over_time
+from cssm.fused_rows import max_pool_2x2
 from cssm.positions import rope, time_code
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "none": lambda x: x,
-    "softplus": nn.softplus,
-    "gelu": nn.gelu,
+Act = Callable[[jax.Array], jax.Array]
+ACTIVATIONS: dict[str, Act] = {
+    "none": identity,
+    "softplus": softplus,
+    "gelu": gelu,
     "relu": nn.relu,
     "silu": nn.silu,
 }
@@ -44,12 +47,22 @@ class Norm:
         """The module; train: whether batch norm uses the batch's statistics, or the running ones."""
         shared = {"use_fast_variance": False, "dtype": self.dtype, "name": name}
         if self.kind == "layer":
-            return layer_norm(self.dtype, name)
+            return LayerNorm(self.dtype, name=name)
         if self.kind == "instance":
             return nn.GroupNorm(None, 1, epsilon=1e-6, reduction_axes=(-3, -2, -1), **shared)
         if self.kind == "global_layer":
             return nn.LayerNorm(epsilon=1e-6, reduction_axes=(-4, -3, -2, -1), feature_axes=-1, **shared)
         return nn.BatchNorm(not train, axis_name=self.axis, momentum=self.momentum, epsilon=1e-5, **shared)
+
+    def activated(
+        self, train: bool, name: str, before: Act = identity, after: Act = identity, pooled: bool = False
+    ) -> Callable[..., jax.Array]:
+        """(x, an offset [C] or none) -> after(norm(before(x + offset))), and of that max_pool_2x2 if pooled."""
+        if self.kind == "layer":
+            return LayerNorm(self.dtype, before, after, pooled, name=name)
+        norm, pool = self(train, name), max_pool_2x2 if pooled else identity
+        shifted = lambda x, offset=None: x if offset is None else x + offset.astype(x.dtype)
+        return lambda x, *offset: pool(after(norm(before(shifted(x, *offset)))))
 
 
 def sample_frames(x: jax.Array, num_steps: int) -> jax.Array:
@@ -83,6 +96,17 @@ def on_frames(module: Callable, x: jax.Array) -> jax.Array:
     return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
+class Conv(nn.Conv):
+    """nn.Conv of every frame of [B, T, H, W, C]: (without its bias, the bias [features]), which what follows adds."""
+
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = on_frames(super().__call__, inputs)
+        return y, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+
+
 class ConvPoolStem(nn.Module):
     """stem_layers times: 3x3 convolution, act, norm, 2x2 max-pool (SAME): side ceil(side / 2^layers)."""
 
@@ -95,9 +119,8 @@ class ConvPoolStem(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         for i in range(self.layers):
-            x = on_frames(nn.Conv(self.features, (3, 3), dtype=self.dtype, name=f"conv_{i}"), x)
-            x = self.norm(train, f"norm_{i}")(self.act(x))
-            x = max_pool_2x2(x)
+            x, bias = Conv(self.features, (3, 3), dtype=self.dtype, name=f"conv_{i}")(x)
+            x = self.norm.activated(train, f"norm_{i}", before=self.act, pooled=True)(x, bias)
         return x
 
 
@@ -111,8 +134,8 @@ class PointwiseStem(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        x = nn.Dense(self.features, dtype=self.dtype, name="conv_0")(x)
-        return self.norm(train, "norm_0")(self.act(x))
+        x, bias = SpectralDense(self.features, self.dtype, name="conv_0")(x)
+        return self.norm.activated(train, "norm_0", before=self.act)(x, bias)
 
 
 class StridedStem(nn.Module):
@@ -126,8 +149,8 @@ class StridedStem(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         stride = (self.stride, self.stride)
-        x = on_frames(nn.Conv(self.features, (3, 3), stride, dtype=self.dtype, name="conv"), x)
-        return self.norm(train, "norm")(nn.gelu(x))
+        x, bias = Conv(self.features, (3, 3), stride, dtype=self.dtype, name="conv")(x)
+        return self.norm.activated(train, "norm", before=gelu)(x, bias)
 
 
 class PatchStem(nn.Module):
@@ -238,17 +261,3 @@ def pool(x: jax.Array, pool_type: str) -> jax.Array:
         first = jnp.argmax(x, axis=1, keepdims=True)
         return jnp.take_along_axis(x, first, axis=1)[:, 0]
     return jax.nn.logsumexp(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=1) - math.log(x.shape[1])
-
-
-def max_pool_2x2(x: jax.Array) -> jax.Array:
-    """2x2 max-pool, stride 2, SAME, over H and W of [..., H, W, C].
-
-    By pairs, whose gradient is a choice and never a division (see `pool`); on a CPU several times faster than
-    nn.max_pool's.
-    """
-    height, width = x.shape[-3:-1]
-    if height % 2 or width % 2:
-        pad = [(0, 0)] * (x.ndim - 3) + [(0, height % 2), (0, width % 2), (0, 0)]
-        x = jnp.pad(x, pad, constant_values=-jnp.inf)
-    x = jnp.maximum(x[..., 0::2, :, :], x[..., 1::2, :, :])
-    return jnp.maximum(x[..., 0::2, :], x[..., 1::2, :])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, LayerScale
-from cssm.cells.core import ResidualNorm, layer_norm
+from cssm.cells.core import LayerNorm, ResidualNorm
 from cssm.depthwise import DepthwiseConv
 from cssm.models import blocks
 from cssm.stages import Stage
@@ -55,13 +55,13 @@ class HybridBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         channels = x.shape[-1]
-        y = layer_norm(self.dtype, "mlp_norm")(DepthwiseConv(7, self.dtype, name="conv")(x))
+        y = LayerNorm(self.dtype, name="mlp_norm")(DepthwiseConv(7, self.dtype, name="conv")(x))
         scale = LayerScale(self.layer_scale_init, name="mlp_scale")(x.shape[-1])
         y = MLP(self.mlp_ratio, self.dtype, name="mlp")(y, scale)
         x = x + blocks.DropPath(self.drop_path_rate, self.train, name="mlp_drop")(y)
         x, y = ResidualNorm(name="mixer_norm")(x)
         y = self.mixer(channels, name="mixer")(y, num_steps=self.num_steps, last_only=self.last_only)
-        y = layer_norm(self.dtype, "mixed_norm")(y)
+        y = LayerNorm(self.dtype, name="mixed_norm")(y)
         return (x[:, -1:] if self.last_only else x) + blocks.DropPath(self.drop_path_rate, self.train, name="drop")(y)
 
 
@@ -117,7 +117,7 @@ class ConvNeXt(nn.Module):
             )(x)
         if self.read_all:
             x = x[:, self.register_tokens :]
-        x = layer_norm(self.dtype, "head_norm")(blocks.pool(x, self.pool_type))
+        x = LayerNorm(self.dtype, name="head_norm")(blocks.pool(x, self.pool_type))
         return blocks.classify(x, self.num_classes, self.dtype)
 
     def _patches(self, x: jax.Array, width: int, side: int, name: str) -> jax.Array:

@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cssm.activations import gelu
 from cssm.cells.attention import MLP, SelfAttention
-from cssm.cells.core import ResidualNorm, layer_norm
+from cssm.cells.core import LayerNorm, ResidualNorm
 from cssm.depthwise import DepthwiseConv
 from cssm.models import blocks
 from cssm.stages import Stage
@@ -28,7 +29,7 @@ class PatchEmbedding(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = _conv_norm(x, self.features // 2, 2 if self.stride > 1 else 1, self.norm, train, 0)
-        return _conv_norm(nn.gelu(x), self.features, 2 if self.stride > 2 else 1, self.norm, train, 1)
+        return _conv_norm(gelu(x), self.features, 2 if self.stride > 2 else 1, self.norm, train, 1)
 
 
 class ConvBlock(nn.Module):
@@ -44,7 +45,7 @@ class ConvBlock(nn.Module):
         channels = x.shape[-1]
         x, y = ResidualNorm(name="conv_norm")(x)
         y = DepthwiseConv(7, self.dtype, name="conv")(y)
-        y = nn.Dense(channels, dtype=self.dtype, name="proj")(nn.gelu(y))
+        y = nn.Dense(channels, dtype=self.dtype, name="proj")(gelu(y))
         return _with_mlp(self, x + _drop(self, y, "conv"), dwconv=False)
 
 
@@ -163,5 +164,5 @@ class SHViT(nn.Module):
                 x = blocks.as_steps(x, steps)
                 cell = {"mixer": self.mixer, "output_act": self.output_act, "num_steps": steps}
                 x = wrap(CellBlock)(last_only=x.shape[1] == 1 or place.last, **cell, **shared)(x)
-        x = layer_norm(self.dtype, "head_norm")(x)
+        x = LayerNorm(self.dtype, name="head_norm")(x)
         return blocks.classify(blocks.pool(x, self.pool_type), self.num_classes, self.dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP
-from cssm.cells.core import layer_norm
+from cssm.cells.core import LayerNorm
 from cssm.models import blocks
 
 
@@ -51,14 +51,14 @@ class Simple(nn.Module):
             y = self.mixer(self.embed_dim, name=f"cell_{i}")(x, num_steps=steps, last_only=last_only)
             x = (x[:, -1:] if last_only else x) + y
             if not end:
-                x = self.act(self.norm(train, f"body_norm_{i}")(x))
+                x = self.norm.activated(train, f"body_norm_{i}", after=self.act)(x)
                 if self.inter_mlp_ratio:
                     x = x + MLP(self.inter_mlp_ratio, self.dtype, self.act, name=f"mlp_{i}")(x)
         if self.read_all:
             x = x[:, self.register_tokens :]
-        x = self.act(self.norm(train, "readout_norm")(x))
+        x = self.norm.activated(train, "readout_norm", after=self.act)(x)
         x = blocks.pool(x, self.pool_type)
-        x = layer_norm(self.dtype, "norm_post")(x)
+        x = LayerNorm(self.dtype, name="norm_post")(x)
         return blocks.classify(x, self.num_classes, self.dtype)
 
     def _stem(self, x: jax.Array, train: bool) -> jax.Array:

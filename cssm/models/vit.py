@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cssm.cells.attention import MLP, LayerScale, SelfAttention
-from cssm.cells.core import ResidualNorm, layer_norm
+from cssm.cells.core import LayerNorm, ResidualNorm
 from cssm.models import blocks
 
 
@@ -111,7 +111,7 @@ class ViT(nn.Module):
         x = self._blocks(x, steps, train)
         if self.read_all:
             x = x[:, self.register_tokens :]
-        x = layer_norm(self.dtype, "head_norm")(self.readout_act(x))
+        x = LayerNorm(self.dtype, self.readout_act, name="head_norm")(x)
         return blocks.pool(blocks.classify(x, self.num_classes, self.dtype), self.pool_type)
 
     def _blocks(self, x: jax.Array, steps: int, train: bool) -> jax.Array:
