@@ -28,7 +28,7 @@ BLOCK = 128
 # times over. A number for each thread.
 SMALL_BLOCK, SPECTRA = 32, 8
 # Steps between kept states: more would leave the registers.
-SEGMENT = 2
+SEGMENT = 1
 # By which rematerialisation knows what the kernel gives (jax.ad_checkpoint).
 NAME = "recurrence"
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
@@ -130,7 +130,7 @@ def _forward(work: Work, operands: Operands, keep: bool) -> tuple[jax.Array, jax
     plan = work.plan
     keep = keep and plan.kept > 0
     out = plan.packed(1 if plan.last_only else plan.time, plan.num_read, plan.dtype)
-    out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.carry)) if keep else out
+    out_shape = (out, plan.packed(plan.kept, plan.num_states, plan.dtype)) if keep else out
     grid = plan.grid(plan.batch)
     result = _call(forward_kernel(work, keep), plan, grid, out_shape, (operands,), over={})
     return result if keep else (result, None)
