@@ -5,13 +5,29 @@ import math
 import jax
 import jax.numpy as jnp
 
+# 2 u = SLOPE (x + 0.044715 x^3), u as below.
+SLOPE, CUBIC = math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715
 
+
+@jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
     """x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form (Hendrycks and Gimpel 2016).
 
     0.5 (1 + tanh u) = sigmoid(2 u), an exponential and a division, where a GPU's tanh branches.
     """
-    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
+    return x * _share(x)
+
+
+@gelu.defjvp
+def _gelu_jvp(primals, tangents):
+    (x,), share = primals, _share(*primals)
+    return x * share, share * (x * (1 - share) * (SLOPE + 3 * CUBIC * (x * x)) + 1) * tangents[0]
+
+
+def _share(x: jax.Array) -> jax.Array:
+    """sigmoid(2 u)."""
+    bits = math.log2(math.e)
+    return 1 / (1 + jnp.exp2(x * (-SLOPE * bits - CUBIC * bits * (x * x))))
 
 
 @jax.custom_jvp

@@ -50,8 +50,8 @@ def arrays(shape, count, seed=0):
 @pytest.mark.parametrize("shape", [(3, 5, 24), (2, 9, 64), (5, 300)])
 def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, shape):
     """Rows and columns that a tile does not fill, several tiles a program, several programs."""
-    monkeypatch.setattr(fused_rows, "SHARE", Share(128, 4, 2))
-    monkeypatch.setattr(fused_rows, "WIDE", Share(1024, 1, 2))
+    monkeypatch.setattr(fused_rows, "SHARE", (Share(128, 4, 2),) * 2)
+    monkeypatch.setattr(fused_rows, "WIDE", (Share(1024, 1, 2),) * 2)
     monkeypatch.setattr(fused_rows, "COLUMNS", 32)
     function, formula, count, whole = CASES[name]
     with jax.enable_x64(True):
@@ -77,7 +77,7 @@ def test_values_and_gradients_are_those_of_the_formula(monkeypatch, name, shape)
 @pytest.mark.parametrize("shape", [(2, 1, 4, 6, 24), (1, 6, 14, 5), (5, 7, 4)])
 def test_the_maximum_of_windows_is_that_of_the_formula(monkeypatch, shape):
     """Several windows a tile, several tiles a program; odd sizes, and the largest of four pixels at each place."""
-    monkeypatch.setattr(fused_rows, "SHARE", Share(128, 4, 2))
+    monkeypatch.setattr(fused_rows, "SHARE", (Share(128, 4, 2),) * 2)
     with jax.enable_x64(True):
         x, parameters = arrays(shape, 3)
 
@@ -118,7 +118,7 @@ def test_both_gradients_of_a_residual_sum_are_added_in_the_kernel():
 
 @pytest.mark.parametrize("warps,over", [(4, True), (32, False)])
 def test_the_gradient_is_written_over_the_given_one_where_no_two_threads_read_a_number(monkeypatch, warps, over):
-    monkeypatch.setattr(fused_rows, "SHARE", Share(512, warps, 2048))
+    monkeypatch.setattr(fused_rows, "SHARE", (Share(512, warps, 2048),) * 2)
     x, parameters = jnp.ones((300, 64)), (jnp.ones(64), jnp.zeros(64))
     loss = lambda x: jnp.sum(jnp.sin(fused_rows.fused_rows(NORM, x, parameters, True, interpret=True)))
     assert written_over(jax.grad(loss), x) == [(1, 1, 300, 1, 64)] * over
