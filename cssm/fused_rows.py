@@ -301,7 +301,8 @@ def _standardised(x: jax.Array, there: jax.Array, epsilon: float) -> jax.Array:
 @_standardised.defjvp
 def _standardised_jvp(epsilon, primals, tangents):
     # As jax.vjp of _standardise, in half of the operations.
-    y, spread, mean = _standardise(*primals, epsilon)
+    x, there = primals
+    y, spread, mean = _standardise(x, there, epsilon)
     dx = tangents[0]
     return y, spread * (dx - mean(dx) - y * mean(y * dx))
 
