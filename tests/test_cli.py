@@ -226,15 +226,23 @@ class TestExplain:
         assert cli.explain(ValueError("RESOURCE_EXHAUSTED"), Config())[0] == 1
 
 
+OWN = "--xla_gpu_enable_latency_hiding_scheduler=false"
+
+
 @pytest.mark.parametrize(
     "argv, before, after",
     [
         ([], {}, {}),
         ([], {"XLA_FLAGS": "  "}, {}),
-        ([], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": "--xla_a=1"}),
-        (["--xla_flags=--xla_b=2"], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": "--xla_a=1 --xla_b=2"}),
-        (["--xla_flags=--xla_b=2"], {}, {"XLA_FLAGS": "--xla_b=2"}),
-        (["--deterministic"], {"XLA_FLAGS": "--a"}, {"XLA_FLAGS": "--a --xla_gpu_deterministic_ops=true"}),
+        ([], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": f"{OWN} --xla_a=1"}),
+        (
+            [],
+            {"XLA_FLAGS": f"--xla_a=1 {OWN}"},
+            {"XLA_FLAGS": f"--xla_a=1 {OWN}"},
+        ),  # of the process that began this one
+        (["--xla_flags=--xla_b=2"], {"XLA_FLAGS": "--xla_a=1"}, {"XLA_FLAGS": f"{OWN} --xla_a=1 --xla_b=2"}),
+        (["--xla_flags=--xla_b=2"], {}, {"XLA_FLAGS": f"{OWN} --xla_b=2"}),
+        (["--deterministic"], {"XLA_FLAGS": "--a"}, {"XLA_FLAGS": f"{OWN} --a --xla_gpu_deterministic_ops=true"}),
         ([], {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu"}),
         (["--platform=gpu"], {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda"}),
         (["--platform=cpu"], {}, {"JAX_PLATFORMS": "cpu"}),
@@ -254,7 +262,7 @@ class TestExplain:
 def test_the_environment_of_jax(argv, before, after):
     environ = dict(before)
     cli.set_environment(parse_args(argv).config, environ)
-    assert environ == {"TF_CPP_MIN_LOG_LEVEL": "2", "NCCL_RAS_ENABLE": "0"} | after
+    assert environ == {"TF_CPP_MIN_LOG_LEVEL": "2", "NCCL_RAS_ENABLE": "0", "XLA_FLAGS": OWN} | after
 
 
 def test_jax_takes_the_share_of_memory(monkeypatch):
