@@ -23,20 +23,24 @@ WARP = 32  # threads
 
 
 class Share(NamedTuple):
-    """Of the rows: numbers of a program at a time, its warps, and how many programs share all rows in the backward
-    pass, each of which leaves a partial sum for every parameter.
+    """Of the rows: numbers of a program at a time, and its warps. In the backward pass: how many programs share all
+    rows, each of which leaves a partial sum for every parameter, and whether a program reads the next rows before it
+    works on those it has.
     """
 
     numbers: int
     warps: int
     programs: int = 1
+    ahead: bool = False
 
 
-# Forward, and backward.
-SHARE = Share(4096, 4), Share(4096, 4, 2048)
-# Of rows of 257 to 1024 columns that are whole. Several warps would have parts of one row, and wait for each other at
-# every sum over it.
-WIDE = Share(1024, 1), Share(1024, 1, 4096)
+# Forward, and backward. Of whole rows of up to WIDEST columns: several warps would have parts of one row, and wait for
+# each other at every sum over it.
+WHOLE, WIDEST = (Share(1024, 1), Share(1024, 1, 8192, ahead=True)), 1024
+# Of rows that may be cut, at one place.
+CUT = Share(1024, 1), Share(1024, 2, 4096, ahead=True)
+# Of all others, as the steps of a clip: registers hold no second set of rows.
+OTHER = Share(4096, 4), Share(4096, 4, 2048)
 
 # (rows [R, C], which of their columns are there [C], parameters [C] or [R, C] ...) -> rows
 Rows = Callable[..., jax.Array]
@@ -140,7 +144,9 @@ def _fused(
     """(y,), or (y, x) if beside; x [B, S, N, V, C]: N rows at each of S V places. y: at as many, or [B, 1, N, 1, C]."""
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
     columns = 1 << (x.shape[-1] - 1).bit_length()
-    shares = WIDE if whole and 256 < columns <= 1024 else SHARE
+    shares = WHOLE if whole else CUT if x.shape[1] * x.shape[3] == 1 else OTHER
+    if whole and columns > WIDEST:
+        shares = OTHER
     columns = columns if whole else min(columns, COLUMNS)
     tiles, tiles_back = (_Tiles(x.shape, columns, share, interpret) for share in shares)
 
@@ -203,9 +209,8 @@ class _Block:
         self.across, columns_there = across
         self.there = rows_there[:, None] * columns_there[None, :] > 0
 
-    def load(self, ref: Any, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-        read = lambda at: plt.load(ref.at[at], mask=self.there, other=0.0).astype(dtype)
-        return tuple(map(read, self._places(ref)))
+    def load(self, ref: Any) -> tuple[jax.Array, ...]:
+        return tuple(plt.load(ref.at[at], mask=self.there, other=0.0) for at in self._places(ref))
 
     def store(self, ref: Any, values: tuple[jax.Array, ...]) -> None:
         for at, value in zip(self._places(ref), values, strict=True):
@@ -236,7 +241,8 @@ def _forward(tiles: _Tiles, function: Places, x: jax.Array, parameters: tuple[ja
         across = tiles.across_at(pl.program_id(1))
         block = _Block(tiles.down_at(pl.program_id(0)), across)
         values = [_parameter(ref, across, dtype) for ref in parameter_refs]
-        block.store(y_ref, apply(block.load(x_ref, dtype), across[1].astype(dtype), values))
+        rows = tuple(row.astype(dtype) for row in block.load(x_ref))
+        block.store(y_ref, apply(rows, across[1].astype(dtype), values))
 
     row = [jax.ShapeDtypeStruct((1, x.shape[-1]), dtype)] * tiles.places
     given = jax.eval_shape(apply, tuple(row), jax.ShapeDtypeStruct(x.shape[-1:], dtype), list(parameters))
@@ -264,17 +270,37 @@ def _backward(
         # With several places there are few rows: adding them up at the end takes fewer registers than time.
         late = tiles.places > 1
 
-        def one(i, sums):
+        def at(i):
             # Programs that run together work on neighbouring rows.
-            block = _Block(tiles.down_at(i.astype(jnp.int32) * programs + program), across)
-            dx, *grads = jax.vjp(apply, block.load(x_ref, dtype), *values)[1](block.load(dy_ref, dtype))
-            for ref in beside_refs:
-                dx = tuple(map(jnp.add, dx, block.load(ref, dtype)))
-            block.store(dx_ref, dx)
+            return _Block(tiles.down_at(i * programs + program), across)
+
+        def read(i):
+            block = at(i)
+            return [block.load(ref) for ref in (x_ref, dy_ref, *beside_refs)]
+
+        def one(i, sums, loaded):
+            rows, dy, *others = jax.tree.map(lambda part: part.astype(dtype), loaded)
+            dx, *grads = jax.vjp(apply, rows, *values)[1](dy)
+            for other in others:
+                dx = tuple(map(jnp.add, dx, other))
+            at(i).store(dx_ref, dx)
             return tuple(sum_ + (d if late else d.sum(0)) for sum_, d in zip(sums, grads, strict=True))
 
-        zero = jnp.zeros(shape if late else shape[1:], dtype)
-        sums = jax.lax.fori_loop(0, each, one, (zero,) * len(parameters))
+        def ahead(i, carry):
+            sums, loaded = carry
+            i = i.astype(jnp.int32)
+            following = read(i + 1)
+            return one(i, sums, loaded), following
+
+        def at_once(i, sums):
+            i = i.astype(jnp.int32)
+            return one(i, sums, read(i))
+
+        sums = (jnp.zeros(shape if late else shape[1:], dtype),) * len(parameters)
+        if tiles.share.ahead:
+            sums, _ = jax.lax.fori_loop(0, each, ahead, (sums, read(program * 0)))
+        else:
+            sums = jax.lax.fori_loop(0, each, at_once, sums)
         for ref, sum_ in zip(partial_refs, sums, strict=True):
             plt.store(ref.at[program, across[0]], sum_.sum(0) if late else sum_, mask=columns > 0)
 

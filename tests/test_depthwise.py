@@ -99,7 +99,7 @@ def test_the_kernel_of_the_gradient_is_its_formula(monkeypatch, shape, size, sum
 
 @pytest.mark.parametrize("channels,steps", [(6, 5), (40, 3)])
 def test_the_kernel_over_time_is_its_formula(monkeypatch, channels, steps):
-    monkeypatch.setattr(fused_rows, "SHARE", (fused_rows.Share(256, 4, 2),) * 2)
+    monkeypatch.setattr(fused_rows, "OTHER", (fused_rows.Share(256, 4, 2),) * 2)
     monkeypatch.setattr(fused_rows, "COLUMNS", 16)
     with jax.enable_x64(True):
         x, kernel, bias = map(jnp.asarray, (draw(3, steps, 5, channels), draw(4, channels), draw(channels)))
