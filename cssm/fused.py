@@ -1,10 +1,9 @@
 """The recurrence as one GPU kernel: states stay in registers over time, forward and backward.
 
 One program of the kernel takes an example, a frequency (several, where there are few channels), and a block of channels
-of one of the copies through all time steps. The step is the
-cell's own (cssm.scan), traced into the kernel, and its derivative there is jax.vjp of it, so that every recurrence has
-the kernel. For the backward pass the states are kept every SEGMENT steps and those between are run again, in registers.
-Sums are taken in a fixed order: results are the same from run to run.
+of one of the copies through all time steps. The step is the cell's own (cssm.scan), traced into the kernel, and its
+derivative there is jax.vjp of it, so that every recurrence has the kernel. For the backward pass the states of all
+steps are kept, in the dtype of the results. Sums are taken in a fixed order: results are the same from run to run.
 
 Letters as in cssm.scan. Spectra come and go packed; a program finds its planes and channels in place. Triton through
 Pallas; off a GPU the same program is interpreted, which is for tests.
@@ -25,10 +24,8 @@ from cssm.spectral import Packed, Spectrum, is_packed
 # Numbers of a program for each plane of a spectrum, one warp. A Triton array holds a power of two of numbers.
 BLOCK = 128
 # The same where a step has more than SPECTRA at hand (states, inputs, keys, queries): registers do not hold them four
-# times over. A number for each thread.
-SMALL_BLOCK, SPECTRA = 32, 8
-# Steps between kept states: more would leave the registers.
-SEGMENT = 1
+# times over.
+SMALL_BLOCK, SPECTRA = 64, 8
 # By which rematerialisation knows what the kernel gives (jax.ad_checkpoint).
 NAME = "recurrence"
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
@@ -87,7 +84,6 @@ def fused_scan(
         last_only=last_only,
         rows=rows,
         block=block,
-        segment=min(SEGMENT, steps),
         parts=next(n for n in range(1, batch + 1) if batch % n == 0 and (n * programs >= PROGRAMS or n == batch)),
         interpret=jax.default_backend() != "gpu" if interpret is None else interpret,
     )

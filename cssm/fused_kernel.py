@@ -48,7 +48,6 @@ class Plan:
     last_only: bool
     rows: int
     block: int
-    segment: int
     parts: int
     interpret: bool
 
@@ -67,19 +66,9 @@ class Plan:
         return -(-self.frequencies // self.rows)
 
     @property
-    def segments(self) -> int:
-        """Whole ones; steps that are left come after them."""
-        return self.time // self.segment
-
-    @property
-    def starts(self) -> int:
-        """States that are kept: at the start of each segment but the first."""
-        return -(-self.time // self.segment) - 1
-
-    @property
     def kept(self) -> int:
-        """Those, and the last ones where only they are read."""
-        return self.starts + self.last_only
+        """States that are kept: of all steps but the last, and that one where only it is read."""
+        return self.time - 1 + self.last_only
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -249,31 +238,21 @@ def forward_kernel(work: Work, keep: bool) -> Callable:
         place = Place(plan, pl.program_id(0), pl.program_id(1), pl.program_id(2))
         here = place.constants(refs.constants)
 
-        def segment(h, first, length):
-            for s in range(length):
-                t = first + s
-                h = work.step(here, h, place.gates(refs.gates, t), place.inputs(refs, t))
-                if not plan.last_only:
-                    place.pack(out_ref, work.read(h, place.gates(refs.read_gates, t)), t)
-            return h
-
-        def body(i, h):
-            h = segment(h, i * plan.segment, plan.segment)
+        def step(t, h):
+            h = work.step(here, h, place.gates(refs.gates, t), place.inputs(refs, t))
+            if not plan.last_only:
+                place.pack(out_ref, work.read(h, place.gates(refs.read_gates, t)), t)
             if keep:
 
-                @pl.when(i < plan.starts)
+                @pl.when(t < plan.kept)
                 def _():
-                    place.pack(kept_ref, h, i)
+                    place.pack(kept_ref, h, t)
 
             return h
 
-        h = _repeat(plan.segments, body, plan.zeros(plan.num_states))
-        left = plan.time % plan.segment
-        h = segment(h, place.zero + plan.time - left, left)
+        h = _repeat(plan.time, step, plan.zeros(plan.num_states))
         if plan.last_only:
             place.pack(out_ref, work.read(h, place.gates(refs.read_gates, place.zero)), place.zero)
-            if keep:
-                place.pack(kept_ref, h, place.zero + plan.starts)
 
     return kernel
 
@@ -301,46 +280,30 @@ def backward_kernel(work: Work) -> Callable:
                 place.write_gates(d_refs.read_gates, dr, refs.read_gates, t)
                 return grads
 
-            def segment(carry, first, length, number):
+            def step(j, carry):
                 dh, d_constants, d_last = carry
+                t = plan.time - 1 - j
                 h = plan.zeros(plan.num_states)
-                if plan.starts:
-                    before = jnp.maximum(number - 1, 0)
-                    h = place.unpack(kept_ref, before, plan.num_states, where=number > 0)
-                states, gates_at = [h], []
-                for s in range(length):
-                    gates_at.append(place.gates(refs.gates, first + s))
-                    if s < length - 1:
-                        u = place.inputs(refs, first + s)
-                        states.append(work.step(here, states[-1], gates_at[-1], u))
-                for s in reversed(range(length)):
-                    t = first + s
-                    dk, dh, dg, du = pull(dh, t, states[s], gates_at[s])
-                    d_constants = jax.tree.map(jnp.add, d_constants, dk)
-                    place.write_gates(d_refs.gates, dg, refs.gates, t)
-                    if d_last is not None:  # the sum over all steps that see the last input, or one alone
-                        add = lambda total, d, t=t: d + jnp.where(t >= plan.shown - 1, total, 0.0)
-                        du = d_last = jax.tree.map(add, d_last, du)
-                    where = None if d_last is None else t < plan.shown
-                    place.pack(d_refs.inputs, du, place.shown(t), where)
+                if plan.time > 1:
+                    h = place.unpack(kept_ref, jnp.maximum(t - 1, 0), plan.num_states, where=t > 0)
+                dk, dh, dg, du = pull(dh, t, h, place.gates(refs.gates, t))
+                d_constants = jax.tree.map(jnp.add, d_constants, dk)
+                place.write_gates(d_refs.gates, dg, refs.gates, t)
+                if d_last is not None:  # the sum over all steps that see the last input, or one alone
+                    add = lambda total, d: d + jnp.where(t >= plan.shown - 1, total, 0.0)
+                    du = d_last = jax.tree.map(add, d_last, du)
+                where = None if d_last is None else t < plan.shown
+                place.pack(d_refs.inputs, du, place.shown(t), where)
                 return dh, d_constants, d_last
 
             dh = plan.zeros(plan.num_states)
             if plan.last_only:
-                h = place.unpack(kept_ref, place.zero + plan.starts, plan.num_states)
+                h = place.unpack(kept_ref, place.zero + plan.time - 1, plan.num_states)
                 d_out = place.unpack(d_out_ref, place.zero, plan.num_read)
                 dh, dr = jax.vjp(work.read, h, place.gates(refs.read_gates, place.zero))[1](d_out)
                 place.write_gates(d_refs.read_gates, dr, refs.read_gates, place.zero)
             carry = (dh, d_constants, plan.zeros(plan.num_inputs) if plan.shown < plan.time else None)
-            left = plan.time % plan.segment
-            if left:
-                carry = segment(carry, place.zero + plan.time - left, left, place.zero + plan.segments)
-
-            def body(j, carry):
-                number = plan.segments - 1 - j
-                return segment(carry, number * plan.segment, plan.segment, number)
-
-            return _repeat(plan.segments, body, carry)[1]
+            return _repeat(plan.time, step, carry)[1]
 
         total = _repeat(share, example, jax.tree.map(lambda _: plan.zero(), refs.constants))
         place = Place(plan, part, f, c)

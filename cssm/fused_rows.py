@@ -7,7 +7,6 @@ by jax.vjp of the function, in registers. Sums are taken in a fixed order. Trito
 program is interpreted, which is for tests.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -312,51 +311,3 @@ def _backward(
     over = {1 + len(parameters): 0} if alone and dy.shape == x.shape else {}
     dx, partials = tiles.call(kernel, programs, out_shape, x, parameters, dy, beside, over=over)
     return dx, tuple(p.sum(0).astype(q.dtype) for p, q in zip(partials, parameters, strict=True))
-
-
-def layer_norm_rows(x: jax.Array, there: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) -> jax.Array:
-    """(x - mean) / sqrt(variance + epsilon) scale + bias over whole rows, the variance taken about the mean."""
-    return _standardised(x, there, epsilon) * scale + bias
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _standardised(x: jax.Array, there: jax.Array, epsilon: float) -> jax.Array:
-    return _standardise(x, there, epsilon)[0]
-
-
-@_standardised.defjvp
-def _standardised_jvp(epsilon, primals, tangents):
-    # As jax.vjp of _standardise, in half of the operations.
-    x, there = primals
-    y, spread, mean = _standardise(x, there, epsilon)
-    dx = tangents[0]
-    return y, spread * (dx - mean(dx) - y * mean(y * dx))
-
-
-def _standardise(x: jax.Array, there: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array, Callable]:
-    """(standardised rows, zeros where none are; what they were multiplied with, the mean over what is there)."""
-    count = jnp.sum(there)
-    mean = lambda x: jnp.sum(x, -1, keepdims=True) / count
-    centred = (x - mean(x * there)) * there
-    spread = jax.lax.rsqrt(mean(centred * centred) + epsilon)
-    return centred * spread, spread, mean
-
-
-def activated_norm_rows(
-    x: jax.Array,
-    there: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    offset: jax.Array | float = 0.0,
-    *,
-    epsilon: float,
-    before: Callable,
-    after: Callable,
-) -> jax.Array:
-    """after(layer_norm_rows of before(x + offset))."""
-    return after(layer_norm_rows(before(x + offset), there, scale, bias, epsilon))
-
-
-def activated_rows(x: jax.Array, there: jax.Array, bias: jax.Array, act: Callable) -> jax.Array:
-    """act(x + bias), number by number."""
-    return act(x + bias)

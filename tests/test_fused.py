@@ -21,12 +21,6 @@ from cssm.spectral import Packed, Spectrum
 B, F = 4, 3
 
 
-@pytest.fixture(autouse=True)
-def short_segments(monkeypatch):
-    """Segments of two steps compile in a quarter of the time."""
-    monkeypatch.setattr(fused, "SEGMENT", 2)
-
-
 def numbers(*shape, seed=0):
     return 0.4 * np.random.default_rng([seed, *shape]).standard_normal(shape)
 
@@ -99,8 +93,8 @@ def same(*args, **kwargs):
     "steps,channels,shown,last_only,cell",
     [
         (1, 4, 1, False, hgru),
-        (2, 4, 2, True, hgru),  # one segment
-        (5, 4, 5, False, hgru),  # two segments, a step that is left
+        (2, 4, 2, True, hgru),
+        (5, 4, 5, False, hgru),
         (4, 5, 1, True, hgru_bi),  # channels beyond the last one are masked; a still image
         (5, 4, 3, False, hgru),  # the third input stays
     ],
@@ -179,6 +173,16 @@ def test_bf16_is_rounded_on_the_way_in_and_out_alone():
     np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
 
 
+def test_states_are_kept_in_the_dtype_of_the_results():
+    make_step, constants, counts, gates, inputs = problem(4, 4)
+    inputs = jnp.asarray(inputs, jnp.bfloat16)
+    scan = lambda inputs: fused_scan(make_step, constants, counts, gates, inputs, False, every_state, ())
+    jaxpr = jax.make_jaxpr(lambda inputs: jax.vjp(scan, inputs)[0])(inputs)
+    (forward,) = (e for e in jaxpr.eqns if e.primitive.name == "pallas_call")
+    assert [out.aval.shape[1] for out in forward.outvars] == [4, 3]  # all steps, and all but the last
+    assert {out.aval.dtype for out in forward.outvars} == {jnp.dtype(jnp.bfloat16)}
+
+
 def on_a_gpu():
     """Lower for a GPU that need not be there; jax from 0.11 on wants to know which."""
     if jax.__version_info__ < (0, 11):
@@ -202,9 +206,8 @@ def shapes_of(arrays, dtype):
     ],
 )
 @pytest.mark.parametrize("steps,channels,still", [(8, 384, False), (11, 100, True)])
-def test_it_lowers_for_a_gpu(monkeypatch, make_step, constants, count, names, steps, channels, still):
-    """Forward and backward, with the segments of a run: Triton's rules for shapes hold."""
-    monkeypatch.undo()
+def test_it_lowers_for_a_gpu(make_step, constants, count, names, steps, channels, still):
+    """Forward and backward: Triton's rules for shapes hold."""
     frequencies = 30
     arrays = (
         shapes_of(spectra(frequencies, channels, count=constants), jnp.float32),

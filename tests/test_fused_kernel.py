@@ -1,7 +1,7 @@
 """What a program of the kernel reads and writes: gates of every shape, what is read of the states, real numbers."""
 
 import pytest
-from test_fused import B, F, gates, numbers, packed, same, short_segments, spectra  # noqa: F401 (a fixture)
+from test_fused import B, F, gates, numbers, packed, same, spectra
 
 from cssm.cells import gated, opponent
 from cssm.spectral import Spectrum, add, multiply, scale

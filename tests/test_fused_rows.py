@@ -12,15 +12,8 @@ import pytest
 from test_fused import on_a_gpu, written_over
 
 from cssm import fused_rows
-from cssm.fused_rows import (
-    Share,
-    activated_norm_rows,
-    activated_rows,
-    by_rows,
-    layer_norm_rows,
-    max_pool_2x2,
-    pooled_rows,
-)
+from cssm.fused_rows import Share, by_rows, max_pool_2x2, pooled_rows
+from cssm.rows import activated_norm_rows, activated_rows, layer_norm_rows
 
 NORM = functools.partial(layer_norm_rows, epsilon=1e-6)
 STEM = functools.partial(activated_norm_rows, epsilon=1e-6, before=nn.softplus, after=nn.silu)

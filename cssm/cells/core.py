@@ -14,15 +14,9 @@ from flax.linen import dtypes
 from cssm import spectral
 from cssm.activations import gelu
 from cssm.depthwise import CausalConv, DepthwiseConv
-from cssm.fused_rows import (
-    activated_norm_rows,
-    activated_rows,
-    beside_rows,
-    by_rows,
-    layer_norm_rows,
-    pooled_rows,
-)
+from cssm.fused_rows import beside_rows, by_rows, pooled_rows
 from cssm.positions import time_code
+from cssm.rows import activated_norm_rows, activated_rows, layer_norm_rows
 from cssm.scan import Method, linear_scan, repeat_over_time
 from cssm.spectral import Backend, Spectrum
 
