@@ -13,6 +13,9 @@ from parallel.devices import AXIS, replicate, spmd
 
 Tree = Any
 
+# Bytes that cross in one collective, as in PyTorch's DistributedDataParallel.
+BUCKET = 25_000_000
+
 
 def pmean_complex_safe(tree: Tree, axis_name: str = AXIS) -> Tree:
     """Mean of each leaf over the device axis, for real and complex floating dtypes; dtypes are kept.
@@ -25,9 +28,38 @@ def pmean_complex_safe(tree: Tree, axis_name: str = AXIS) -> Tree:
         raise TypeError(
             f"the mean over devices is defined for float and complex arrays, not {', '.join(sorted(wrong))}"
         )
-    parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves]
-    means = jax.lax.pmean(parts, axis_name)
+    parts, structure = jax.tree.flatten([(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves])
+    if jax.lax.axis_size(axis_name) > 1:
+        parts = _means(parts, axis_name)
+    means = structure.unflatten(parts)
     return treedef.unflatten([jax.lax.complex(*mean) if len(mean) == 2 else mean[0] for mean in means])
+
+
+def _means(arrays: list[jax.Array], axis_name: str) -> list[jax.Array]:
+    """The mean of each over devices, of as many at once as make BUCKET bytes.
+
+    XLA would join the collectives of small arrays too; but it takes what they give apart by a kernel for each array,
+    where here the update reads its part in place.
+    """
+    means: dict[int, jax.Array] = {}
+    for bucket in _buckets(arrays):
+        flat = jax.lax.pmean(jnp.concatenate([arrays[i].ravel() for i in bucket]), axis_name)
+        ends = np.cumsum([arrays[i].size for i in bucket])
+        for i, part in zip(bucket, jnp.split(flat, ends[:-1]), strict=True):
+            means[i] = part.reshape(arrays[i].shape)
+    return [means[i] for i in range(len(arrays))]
+
+
+def _buckets(arrays: list[jax.Array]) -> list[list[int]]:
+    """Numbers of arrays of one dtype, in their order, each list but its last array less than BUCKET bytes."""
+    open_: dict[Any, list[int]] = {}
+    full = []
+    for i, x in enumerate(arrays):
+        bucket = open_.setdefault(x.dtype, [])
+        bucket.append(i)
+        if sum(arrays[j].nbytes for j in bucket) >= BUCKET:
+            full.append(open_.pop(x.dtype))
+    return [*full, *open_.values()]
 
 
 def conjugate(tree: Tree) -> Tree:

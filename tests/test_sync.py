@@ -56,8 +56,27 @@ def test_no_collective_is_complex():
     devices = jax.devices()
     tree = {"z": values("complex64", 8), "w": values("float32", 8)}
     text = spmd(pmean_complex_safe, devices).lower(per_device(tree, devices)).as_text()
-    reduced = re.findall(r"all_reduce.*?\}\) : \((.*?)\)", text, re.DOTALL)
-    assert reduced == ["tensor<5x2xf32>"] * 3
+    assert reduced(text) == ["tensor<30xf32>"]
+
+
+def test_leaves_cross_together_up_to_so_many_bytes(monkeypatch):
+    monkeypatch.setattr(sync, "BUCKET", 80)  # two parts of 5 x 2 numbers of four bytes
+    devices = jax.devices()
+    tree = [values("float32", 8, seed) for seed in range(3)] + [values("bfloat16", 8), values("complex64", 8)]
+    placed = per_device(tree, devices)
+    program = spmd(pmean_complex_safe, devices)
+    kinds = reduced(program.lower(placed).as_text())
+    assert sorted(kinds) == ["tensor<10xbf16>", "tensor<10xf32>", "tensor<20xf32>", "tensor<20xf32>"]
+    check(tree, program(placed))
+
+
+def test_one_device_moves_nothing():
+    text = spmd(pmean_complex_safe, jax.devices()[:1]).lower(per_device(values("complex64", 1), jax.devices()[:1]))
+    assert "concatenate" not in text.as_text() and reduced(text.as_text()) == []
+
+
+def reduced(text):
+    return re.findall(r"all_reduce.*?\}\) : \((.*?)\)", text, re.DOTALL)
 
 
 def test_a_mean_that_could_not_keep_its_dtype_is_refused():
