@@ -270,7 +270,7 @@ def explain(error: Exception, config: Config, several: bool = False) -> tuple[in
         # The errors that it defines: a ValueError is the user's mistake; otherwise devices or processes failed.
         return getattr(error, "exit_code", DEVICES if isinstance(error, RuntimeError) else USAGE), str(error)
     if is_out_of_memory(error):
-        return OUT_OF_MEMORY, out_of_memory(config)
+        return OUT_OF_MEMORY, out_of_memory(config, error)
     if several and (origin in ("jax", "jaxlib") or "Gloo" in str(error)):  # Gloo's errors come as ValueError
         return LOST_PEER, str(error).splitlines()[0]
     if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED:

@@ -58,7 +58,7 @@ def measure(config: Config, profile: str | None = None, speak: bool = True) -> d
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return {"out_of_memory": out_of_memory(config)}
+        return {"out_of_memory": out_of_memory(config, error)}
 
 
 def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]:

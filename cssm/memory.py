@@ -13,6 +13,8 @@ from cssm.rules import WHOLE
 # says only that it has no plan, for which it needs memory of its own.
 _MESSAGE = re.compile(r"RESOURCE_EXHAUSTED|out[ _]of[ _]memory|create cuFFT batched plan", re.IGNORECASE)
 _GIB = 2**30
+# Characters of an error's words that are told.
+SAID = 150
 
 
 def reserve(config: Config) -> None:
@@ -34,18 +36,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (of_jax and _MESSAGE.search(str(error)) is not None)
 
 
-def out_of_memory(config: Config) -> str:
-    """One sentence: what each device has in use, where the backend tells, and what to type instead.
+def out_of_memory(config: Config, error: BaseException | None = None) -> str:
+    """One sentence: what each device has in use, where the backend tells, what to type instead, and the error's words.
 
     Call it while the error is at hand, when what did not fit is still held. Each way but the last resorts keeps the
     effective batch.
     """
+    said = f"; it said: {str(error).splitlines()[0][:SAID]}" if error and str(error) else ""
     from parallel.devices import local
 
     devices = _devices(config)
     in_use = memory_in_use([device.memory_stats() or {} for device in local(devices)])
     if config.checkpoint:  # a model is used, not trained
-        return f"out of memory{in_use}: type a smaller --batch_size"
+        return f"out of memory{in_use}: type a smaller --batch_size{said}"
     given, ways = _halves(config, len(devices))
     if config.resume:
         ways += ["--remat (where --arch is not simple)"]
@@ -56,7 +59,7 @@ def out_of_memory(config: Config) -> str:
         shard = "--shard params" if config.shard == "optimizer" else "--shard optimizer or --shard params"
         ways += [f"{shard} (where --optimizer is not {' or '.join(WHOLE)})" if config.resume else shard]
     ways += ["--bf16"] if config.dtype == "f32" and not config.resume else []
-    return f"out of memory{given}{in_use}: type {', or '.join(ways or ['a smaller --embed_dim'])}"
+    return f"out of memory{given}{in_use}: type {', or '.join(ways or ['a smaller --embed_dim'])}{said}"
 
 
 def memory_in_use(stats: Sequence[dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Out of memory: recognised, told with numbers, and answered with flags that keep the effective batch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ def test_only_a_lack_of_memory_counts(error, expected):
 
 def advice(*argv: str) -> str:
     return out_of_memory(parse_args(argv).config)
+
+
+def test_what_the_error_said_is_told_by_its_first_line():
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: trying to allocate 71.92GiB{'.' * 200}\nmore")
+    told, said = out_of_memory(Config(), error).split("; it said: ")
+    assert told == out_of_memory(Config())
+    assert said.startswith("RESOURCE_EXHAUSTED: trying to allocate 71.92GiB..") and len(said) == 150
+    assert out_of_memory(Config(), MemoryError()) == told
 
 
 @pytest.mark.parametrize(
@@ -122,7 +131,9 @@ def test_the_program_ends_with_code_3_and_one_sentence(tmp_path, devices):
     assert result.returncode == 3
     (sentence,) = result.stderr.splitlines()
     shard = ", or --shard optimizer or --shard params" if devices > 1 else ""
-    assert sentence == (
+    told, said = sentence.split("; it said: ")
+    assert told == (
         "error: out of memory with 32 images per device: type --batch_size 16 --grad_accum 2 "
         f"(the same effective batch), or --remat{shard}, or --bf16"
     )
+    assert re.search("out of memory", said, re.IGNORECASE)
