@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -26,8 +25,6 @@ BLOCK = 128
 # The same where a step has more than SPECTRA at hand (states, inputs, keys, queries): registers do not hold them four
 # times over.
 SMALL_BLOCK, SPECTRA = 64, 8
-# By which rematerialisation knows what the kernel gives (jax.ad_checkpoint).
-NAME = "recurrence"
 # Programs that keep a large GPU busy in the backward pass; more examples in one means fewer partial sums to add.
 PROGRAMS = 4096
 
@@ -94,7 +91,7 @@ def fused_scan(
         return _forward(work, operands, keep=False)[0]
 
     def forward(operands):
-        states, kept = jax.tree.map(lambda a: checkpoint_name(a, NAME), _forward(work, operands, keep=True))
+        states, kept = _forward(work, operands, keep=True)
         return states, (operands, kept)
 
     def backward(residuals, d_out):

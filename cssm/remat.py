@@ -6,18 +6,18 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from cssm import fused, spectral
+from cssm import spectral
 from cssm.config import Config
 from parallel.sharded import ShardedParams, gather
 from parallel.sync import Replicated
 
-# By value of --remat_keep. Costly is what products with weights, inverse transforms and the recurrence as one kernel
-# give. Norms, activations, gates, sums and forward transforms are computed again: a transform takes little time for the
-# size of what it gives. An inverse one would have the product before it kept in its place.
+# By value of --remat_keep. Costly is what products with weights and inverse transforms give. Norms, activations, gates,
+# sums, forward transforms and the recurrence are computed again: they take little time for the size of what they give.
+# An inverse transform would have the product before it kept in its place.
 KEPT = {
     "costly": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(spectral.NAME, fused.NAME),
+        jax.checkpoint_policies.save_only_these_names(spectral.NAME),
     ),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "initial": "checkpoint config inference",
     "setup": "cssm augment config fused initial parts recipes data report runs optimizers step models flops jaxprs "
     "liveness remat size parallel",
-    "remat": "cells config fused spectral parallel",
+    "remat": "cells config spectral parallel",
     "dry_run": "config checkpoint report setup parallel",
     "size": "config data models recipes stages",
     "meter": "",

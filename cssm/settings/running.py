@@ -20,7 +20,7 @@ class RunningSettings:
     remat: bool | None = _precision(None, "recompute activations in the backward pass, to save memory",
         applies=BLOCKS, unset="where the step would not fit otherwise")
     remat_keep: str | None = _precision(None, "what of a block is kept for its backward pass where that recomputes: "
-        "what products with weights, inverse transforms and the recurrence give, or nothing",
+        "what products with weights and inverse transforms give, or nothing",
         choices=("costly", "nothing"), applies={**BLOCKS, "shard": ("none", "optimizer")},
         unset="nothing with --remat, otherwise what fits")
     spectral_backend: str = _precision("auto", "how spectra are computed", choices=("auto", "fft", "dft"),
