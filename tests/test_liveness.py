@@ -95,7 +95,8 @@ def case(*marks, **settings):
     return pytest.param(settings, marks=marks, id=label)
 
 
-FACTOR = 1.3
+# XLA for a CPU holds more copies of attention's [B, heads, N, N] than the program has: 1.45 times the estimate.
+FACTOR = 1.5
 
 
 @pytest.mark.parametrize(

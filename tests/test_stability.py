@@ -11,7 +11,6 @@ import oracle
 import pytest
 import recurrence
 
-from cssm import fused
 from cssm.cells import CELLS, core
 from cssm.cells.core import CellOptions
 from cssm.rules import CONTRACTIONS
@@ -132,8 +131,7 @@ def test_the_unbounded_kernels_of_gdn_are_held_below_one_in_the_two_norm():
 
 
 @pytest.mark.parametrize("name", every(NAMES, fast="conv_ssm"))
-def test_every_scan_gives_the_same_values_and_gradients(name, monkeypatch):
-    monkeypatch.setattr(fused, "SEGMENT", 2)  # interpreted, longer ones take long to compile
+def test_every_scan_gives_the_same_values_and_gradients(name):
     x = oracle.wave_input((1, 5, 2, 4, 4)).astype(np.float64)
     with jax.enable_x64(True):
         params = recurrence.parameters(make(name), x)
