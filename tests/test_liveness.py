@@ -95,8 +95,9 @@ def case(*marks, **settings):
     return pytest.param(settings, marks=marks, id=label)
 
 
-# XLA for a CPU holds more copies of attention's [B, heads, N, N] than the program has: 1.45 times the estimate.
-FACTOR = 1.5
+# XLA for a CPU copies what products and transforms take in another order: 1.45 times the estimate with attention, 1.53
+# with s4nd. For an H200 it has 0.96 of it for twelve blocks of hgru_bi (tests/aot/compile_step.py).
+FACTOR = 1.6
 
 
 @pytest.mark.parametrize(
