@@ -28,11 +28,11 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
 _STORAGE_ERRORS += (errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG)
 _PLACES_OF_A_RUN = "--checkpoint_dir or --cache_dir"
 _NEEDED = ("flax", "jax", "jaxlib", "numpy", "optax", "orbax", "rich", "sklearn")
-# JAX calls an NVIDIA GPU cuda.
-# With several GPUs XLA's latency-hiding scheduler puts gradients of weights off to the end of a step, to have something to
-# do beside the all-reduces, and keeps all that they are made of: compiled for two, a step of the small preset with --remat
-# took 104 GB where it takes 20 without. It hid no all-reduce either.
+# With several GPUs XLA's latency-hiding scheduler puts gradients of weights off to the end of a step, to have something
+# to do beside the all-reduces, and keeps all that they are made of: compiled for two, a step of the small preset with
+# --remat took 104 GB where it takes 20 without. It hid no all-reduce either.
 XLA_FLAGS = ("--xla_gpu_enable_latency_hiding_scheduler=false",)
+# JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
