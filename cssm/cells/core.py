@@ -164,7 +164,11 @@ def gates_and_inputs(
     0 .. 1. Inputs are x, projected to `count` times C channels after the transform, which moves C of them.
     """
     height, width = x.shape[2:4]
-    x_hat, mean = spectral.with_mean(spectral.rfft2(x, options.backend), height * width)
+    x_hat = spectral.rfft2(x, options.backend)
+    if spectral.choose_backend(options.backend, height, width, jax.default_backend()) == "dft":
+        x_hat, mean = spectral.with_mean(x_hat, height * width)
+    else:  # on a CPU a step is slower with the mean of the spectrum
+        mean = x.mean(axis=(2, 3))
     gates = FrequencyGates(names, options.gate_type, dtype=options.dtype, name="gates")
     squashed = jax.tree.map(nn.sigmoid, gates(gate_context(mean, steps, options), height, width))
     gates = {name: 0.1 + 0.89 * g if name.startswith("decay") else g for name, g in squashed.items()}
