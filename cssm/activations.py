@@ -13,7 +13,7 @@ SLOPE, CUBIC = math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715
 def gelu(x: jax.Array) -> jax.Array:
     """x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form (Hendrycks and Gimpel 2016).
 
-    0.5 (1 + tanh u) = sigmoid(2 u), an exponential and a division, where a GPU's tanh branches.
+    0.5 (1 + tanh u) = sigmoid(2 u).
     """
     return x * _share(x)
 

@@ -52,14 +52,18 @@ def _means(arrays: list[jax.Array], axis_name: str) -> list[jax.Array]:
 
 def _buckets(arrays: list[jax.Array]) -> list[list[int]]:
     """Numbers of arrays of one dtype, in their order, each list but its last array less than BUCKET bytes."""
-    open_: dict[Any, list[int]] = {}
-    full = []
-    for i, x in enumerate(arrays):
-        bucket = open_.setdefault(x.dtype, [])
-        bucket.append(i)
-        if sum(arrays[j].nbytes for j in bucket) >= BUCKET:
-            full.append(open_.pop(x.dtype))
-    return [*full, *open_.values()]
+    buckets: list[list[int]] = []
+    for dtype in {x.dtype: None for x in arrays}:
+        room = 0
+        for i, x in enumerate(arrays):
+            if x.dtype != dtype:
+                continue
+            if room <= 0:
+                buckets.append([])
+                room = BUCKET
+            buckets[-1].append(i)
+            room -= x.nbytes
+    return buckets
 
 
 def conjugate(tree: Tree) -> Tree:
