@@ -13,6 +13,7 @@ import traceback
 from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
+from importlib.metadata import version
 from typing import IO, NoReturn
 
 from cssm import __version__
@@ -28,10 +29,16 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
 _STORAGE_ERRORS += (errno.EIO, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG)
 _PLACES_OF_A_RUN = "--checkpoint_dir or --cache_dir"
 _NEEDED = ("flax", "jax", "jaxlib", "numpy", "optax", "orbax", "rich", "sklearn")
+# XLA's flags, and the jaxlib that knows them first: an earlier one ends the process at a flag it does not know.
 # With several GPUs XLA's latency-hiding scheduler puts gradients of weights off to the end of a step, to have something
 # to do beside the all-reduces, and keeps all that they are made of: compiled for two, a step of the small preset with
 # --remat took 104 GB where it takes 20 without. It hid no all-reduce either.
-XLA_FLAGS = ("--xla_gpu_enable_latency_hiding_scheduler=false",)
+# An allocator that is partitioned gives small arrays a part of the block that a step's temporary memory has just left,
+# sooner than memory past it: a step that takes more than half of the memory then finds no block, at any later step.
+XLA_FLAGS = (
+    ("--xla_gpu_enable_latency_hiding_scheduler=false", (0, 10)),
+    ("--xla_gpu_enable_allocator_spatial_partitioning=false", (0, 11)),
+)
 # JAX calls an NVIDIA GPU cuda.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
@@ -237,7 +244,9 @@ def _opening(parsed: Parsed, processes: str = "") -> str:
 def set_environment(config: Config, environ: MutableMapping[str, str]) -> None:
     """Set what jax reads at import. XLA's flags: our own, those of XLA_FLAGS, --xla_flags; the last one wins."""
     flags = [*environ.get("XLA_FLAGS", "").split(), *config.wanted_xla_flags]
-    environ["XLA_FLAGS"] = " ".join([*(flag for flag in XLA_FLAGS if flag not in flags), *flags])
+    jaxlib = tuple(int(number) for number in version("jaxlib").split(".")[:2])
+    own = [flag for flag, since in XLA_FLAGS if jaxlib >= since and flag not in flags]
+    environ["XLA_FLAGS"] = " ".join([*own, *flags])
     if config.platform != "auto":
         environ["JAX_PLATFORMS"] = _PLATFORMS[config.platform]
     if config.mem_fraction is not None:

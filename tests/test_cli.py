@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -226,7 +227,9 @@ class TestExplain:
         assert cli.explain(ValueError("RESOURCE_EXHAUSTED"), Config())[0] == 1
 
 
-OWN = "--xla_gpu_enable_latency_hiding_scheduler=false"
+SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=false"
+PARTITIONING = "--xla_gpu_enable_allocator_spatial_partitioning=false"
+OWN = SCHEDULER if version("jaxlib").startswith("0.10.") else f"{SCHEDULER} {PARTITIONING}"
 
 
 @pytest.mark.parametrize(
@@ -263,6 +266,18 @@ def test_the_environment_of_jax(argv, before, after):
     environ = dict(before)
     cli.set_environment(parse_args(argv).config, environ)
     assert environ == {"TF_CPP_MIN_LOG_LEVEL": "2", "NCCL_RAS_ENABLE": "0", "XLA_FLAGS": OWN} | after
+
+
+@pytest.mark.parametrize(
+    "jaxlib, flags",
+    [("0.10.2", SCHEDULER), ("0.11.0", f"{SCHEDULER} {PARTITIONING}"), ("0.12.0.1", f"{SCHEDULER} {PARTITIONING}")],
+)
+def test_a_flag_is_for_a_jaxlib_that_knows_it(monkeypatch, jaxlib, flags):
+    """XLA ends the process at a flag that it does not know; that ours are known here, every command shows."""
+    monkeypatch.setattr(cli, "version", {"jaxlib": jaxlib}.get)
+    environ: dict[str, str] = {}
+    cli.set_environment(parse_args([]).config, environ)
+    assert environ["XLA_FLAGS"] == flags
 
 
 def test_jax_takes_the_share_of_memory(monkeypatch):
