@@ -11,10 +11,7 @@ SLOPE, CUBIC = math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form (Hendrycks and Gimpel 2016).
-
-    0.5 (1 + tanh u) = sigmoid(2 u).
-    """
+    """0.5 x (1 + tanh u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form (Hendrycks and Gimpel 2016)."""
     return x * _share(x)
 
 
@@ -25,7 +22,9 @@ def _gelu_jvp(primals, tangents):
 
 
 def _share(x: jax.Array) -> jax.Array:
-    """sigmoid(2 u)."""
+    """0.5 (1 + tanh u) = sigmoid(2 u), by what takes less time: tanh takes more instructions in a GPU's kernel."""
+    if jax.default_backend() != "gpu":
+        return 0.5 + 0.5 * jnp.tanh(x * (SLOPE / 2 + CUBIC / 2 * (x * x)))
     bits = math.log2(math.e)
     return 1 / (1 + jnp.exp2(x * (-SLOPE * bits - CUBIC * bits * (x * x))))
 
