@@ -35,7 +35,7 @@ def _answers(fns: list[Callable], args: tuple, ranked: bool = False) -> list[Any
             return [call.result() for call in calls]
         except BrokenProcessPool as error:
             raise UserError(
-                "a process of the benchmark ended without an answer: it was killed, as systems do that run out of "
-                "memory, or crashed",
+                "a process of the benchmark ended without an answer: it stood still, which is told above, or was "
+                "killed, as systems do that run out of memory, or crashed",
                 DEVICES,
             ) from error

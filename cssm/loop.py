@@ -27,9 +27,11 @@ from cssm.signals import StopSignals, stopped
 from cssm.step import Totals, TrainState
 from cssm.tracing import Trace
 from cssm.waiting import Waiting, advice, waited
-from cssm.watchdog import STALLED, Watchdog
+from cssm.watchdog import FIRST_STEP, STALLED, Watchdog
 from parallel import devices as par
 from parallel import job, sharded
+
+KEPT = "checkpoints are intact, if one was saved, go on with --resume auto"
 
 
 class Loop:
@@ -50,7 +52,7 @@ class Loop:
         self.answers: Answers | None = None
         self.time_to_first_step_s: float | None = None
         self.skipped = self.skipped_in_a_row = self.rollbacks = 0
-        self.watchdog = Watchdog(self.config.stall_timeout, self._awaited, self._tell_error)
+        self.watchdog = Watchdog(self.config.stall_timeout, self._awaited, KEPT, self._tell_error)
         self.evaluation = Evaluation(self.engine, self.watchdog.beat)
 
     def start(self) -> None:
@@ -289,7 +291,7 @@ class Loop:
         apart = f" (--nproc_per_node {len(devices)} gives each GPU a process of its own, which may get past that)"
         spans = {
             "data_wait": f"the batch of training data of step {self.step}",
-            "compile": "the compilation and the first step" + apart * alone,
+            "compile": FIRST_STEP + apart * alone,
             "evaluate": "an evaluation",
             "save": "a checkpoint to be written",
         }

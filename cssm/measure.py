@@ -4,9 +4,10 @@ another row, and whose peak is this row's.
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -27,12 +28,14 @@ from cssm.runs import Run
 from cssm.setup import Setup, load_split, set_up
 from cssm.step import Totals, make_backward
 from cssm.tracing import TRACED, Trace
+from cssm.watchdog import FIRST_STEP, Watchdog
 from parallel import devices as par
 from parallel import sharded
 from parallel.sync import Replicated
 
 # Steps before those that are timed, the one that compiles being the first.
 BURN_IN = 5
+KEPT = "rows before this one are written"
 
 
 def survey(config: Config) -> dict[str, Any]:
@@ -72,9 +75,10 @@ def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]
     """
     config, batching, meter = setup.config, setup.batching, Meter()
     engine = Engine(setup, meter)
-    engine.initialise()
+    watchdog = Watchdog(config.stall_timeout, partial(_awaited, engine), KEPT, lambda sentence: None)
     last = BURN_IN + 2 * config.steps + (TRACED if profile else 0)
-    with closing(_batches(engine, last)) as batches:
+    with watchdog, closing(_batches(engine, last, watchdog.beat)) as batches:
+        engine.initialise()
         with report.compiling(f"compiling for {par.count(batching.devices)}, {batching.batch_size} images each"):
             engine.take_first(engine.next_of(batches))
         for _ in range(BURN_IN - 1):
@@ -128,11 +132,22 @@ def model_flops(setup: Setup) -> tuple[int | None, str | None]:
         return None, str(error)
 
 
-def _batches(engine: Engine, last: int) -> Generator[Batch]:
+def _batches(engine: Engine, last: int, beat: Callable[[], None]) -> Generator[Batch]:
+    """For `last` steps; beat() before each, of which none is asked for while the devices are STEPS_AHEAD behind."""
     if engine.setup.config.input == "pipeline":
-        return engine.batches(1, last)
-    batch = engine.random_batch()
-    return (batch for _ in range(last))
+        with closing(engine.batches(1, last)) as batches:
+            for batch in batches:
+                beat()
+                yield batch
+    else:
+        batch = engine.random_batch()
+        for _ in range(last):
+            beat()
+            yield batch
+
+
+def _awaited(engine: Engine) -> str:
+    return f"the devices, which take step {engine.taken} or one before" if engine.taken else FIRST_STEP
 
 
 def _take_alone(engine: Engine, batches: Iterator[Batch]) -> float:

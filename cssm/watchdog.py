@@ -11,6 +11,8 @@ from typing import Self
 
 STALLED = 4
 """Exit code: devices or processes failed."""
+FIRST_STEP = "the compilation and the first step"
+"""What may be waited for, in words."""
 _LOOK_S = 1.0
 # How long the record of what happened may take: what hangs may be the disk.
 _TELL_S = 5.0
@@ -20,12 +22,12 @@ class Watchdog:
     """A context manager: while it is active, `beat` must be called at least every timeout_s seconds; 0: no matter.
 
     If it is not, the stacks of all threads and a sentence go to stderr, `tell(sentence)` records it, and the program
-    ends with exit code 4. waiting(): what is waited for, in words. Time in which the whole process was stopped does
-    not count, and no change of the clock does.
+    ends with exit code 4. waiting(): what is waited for, in words; kept: what is not lost. Time in which the whole
+    process was stopped does not count, and no change of the clock does.
     """
 
-    def __init__(self, timeout_s: float, waiting: Callable[[], str], tell: Callable[[str], None]) -> None:
-        self.timeout_s, self._waiting, self._tell = timeout_s, waiting, tell
+    def __init__(self, timeout_s: float, waiting: Callable[[], str], kept: str, tell: Callable[[str], None]) -> None:
+        self.timeout_s, self._waiting, self._kept, self._tell = timeout_s, waiting, kept, tell
         self._idle_s = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -56,8 +58,8 @@ class Watchdog:
 
     def _end(self) -> None:
         sentence = (
-            f"nothing has moved for {self.timeout_s:g} s, the program waits for {self._waiting()}: checkpoints are "
-            "intact, if one was saved, go on with --resume auto; --stall_timeout waits longer, 0 for ever"
+            f"nothing has moved for {self.timeout_s:g} s, the program waits for {self._waiting()}: {self._kept}; "
+            "--stall_timeout waits longer, 0 for ever"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""

@@ -17,8 +17,11 @@ def refuse():
     raise UserError("it is so", 6)
 
 
-def multiplied(rank, factor):
-    return os.getpid(), rank * factor
+def meet(rank, folder, number):
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) < number:
+        time.sleep(0.05)
+    return os.getpid(), 10 * rank
 
 
 def die():
@@ -26,12 +29,12 @@ def die():
 
 
 @pytest.mark.slow
-def test_answers_and_errors_come_back_and_a_process_that_is_killed_is_told():
+def test_answers_and_errors_come_back_and_a_process_that_is_killed_is_told(tmp_path):
     assert apart(os.getpid) != os.getpid()
     with pytest.raises(UserError, match="it is so") as refused:
         apart(refuse)
     assert refused.value.exit_code == 6
-    pids, products = zip(*ranks(multiplied, 3, 10), strict=True)
+    pids, products = zip(*ranks(meet, 3, tmp_path, 3), strict=True)
     assert len(set(pids)) == 3 and products == (0, 10, 20)
     with pytest.raises(UserError, match="ended without an answer") as refused:
         apart(die)

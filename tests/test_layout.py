@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "prepare": "config data report settings",
     "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
     "input_rate": "apart config data",
-    "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing parallel",
+    "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing watchdog "
+    "parallel",
     "peer": "apart config",
     "apart": "config parallel",
     "ledger": "cssm config markdown report waiting",

@@ -1,9 +1,13 @@
 """A row of a benchmark: which steps are taken and timed, what is counted, and a lack of memory as an answer."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import cast
 
 import jax
 import pytest
@@ -135,6 +139,39 @@ def test_a_lack_of_memory_is_an_answer_and_another_error_is_not(monkeypatch):
     monkeypatch.setattr(Engine, "take", failing("INTERNAL"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         measure(resolve(TINY, {}), speak=False)
+
+
+HANGS = f"""
+import time
+from cssm.config import resolve
+from cssm.engine import Engine
+from cssm.measure import measure
+def take_that_hangs(self, batch):
+    time.sleep(120)
+Engine.initialise = lambda self: None
+Engine.take = take_that_hangs
+measure(resolve({{**{TINY}, "num_devices": 1, "stall_timeout": 2}}, {{}}), speak=False)
+"""
+
+
+def test_steps_that_do_not_end_are_ended():
+    """A sweep over numbers of devices goes unattended."""
+    root = Path(__file__).resolve().parents[1]
+    result = subprocess.run([sys.executable, "-c", HANGS], cwd=root, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 4 and "take_that_hangs" in result.stderr
+    said = "error: nothing has moved for 2 s, the program waits for the compilation and the first step: rows before"
+    assert result.stderr.splitlines()[-1].startswith(said), result.stderr
+    waited = module._awaited(cast(Engine, SimpleNamespace(taken=3)))
+    assert waited == "the devices, which take step 3 or one before"
+
+
+@pytest.mark.parametrize("input_", ["pipeline", "resident"])
+def test_every_batch_that_is_asked_for_is_a_sign_of_life(steps, monkeypatch, input_):
+    monkeypatch.setattr(module.Totals, "of", lambda *_: SimpleNamespace(means={"loss": 1.5}, nonfinite=0))
+    beats = []
+    monkeypatch.setattr(module.Watchdog, "beat", lambda self: beats.append(len(steps)))
+    measure(resolve({**TINY, "input": input_}, {}), speak=False)
+    assert beats == list(range(17))
 
 
 def test_the_survey_tells_what_there_is():

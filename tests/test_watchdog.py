@@ -22,13 +22,14 @@ from cssm.watchdog import Watchdog
 def the_thread_that_hangs():
     time.sleep(60)
 threading.Thread(target=the_thread_that_hangs, daemon=True).start()
-with Watchdog(0.5, lambda: "the batch of step 7", lambda said: print("told", said, flush=True)) as dog:
+tell = lambda said: print("told", said, flush=True)
+with Watchdog(0.5, lambda: "the batch of step 7", "what was done is kept", tell) as dog:
     time.sleep(60)
 """
 STOPPED = """
 import time
 from cssm.watchdog import Watchdog
-with Watchdog(4, lambda: "", print) as dog:
+with Watchdog(4, lambda: "", "", print) as dog:
     print("started", flush=True)
     time.sleep(0.5)
 """
@@ -46,7 +47,9 @@ def test_a_stall_shows_every_stack_and_what_was_waited_for():
     assert process.returncode == STALLED == 4
     assert "the_thread_that_hangs" in err and "Current thread" in err
     sentence = err.splitlines()[-1]
-    assert sentence.startswith("error: nothing has moved for 0.5 s, the program waits for the batch of step 7:")
+    assert sentence.startswith(
+        "error: nothing has moved for 0.5 s, the program waits for the batch of step 7: what was"
+    )
     assert out == f"told {sentence.removeprefix('error: ')}\n"
 
 
@@ -64,19 +67,19 @@ def test_what_moves_is_left_alone_and_so_is_everything_without_a_timeout(monkeyp
         raise AssertionError(f"ended with {code}")
 
     monkeypatch.setattr(os, "_exit", ended)
-    with Watchdog(0.2, str, print) as dog:
+    with Watchdog(0.2, str, "", print) as dog:
         for _ in range(10):
             time.sleep(0.05)
             dog.beat()
     assert not dog._thread.is_alive()
-    with Watchdog(0, str, print) as dog:
+    with Watchdog(0, str, "", print) as dog:
         assert not dog._thread.is_alive()
 
 
 @pytest.mark.parametrize("jump", [1e6, -1e6])
 def test_a_change_of_the_clock_is_no_stall(monkeypatch, jump):
     now = time.time
-    with Watchdog(0.5, str, print):
+    with Watchdog(0.5, str, "", print):
         monkeypatch.setattr(time, "time", lambda: now() + jump)
         time.sleep(0.2)
 

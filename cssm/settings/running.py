@@ -5,6 +5,7 @@ from functools import partial
 
 from cssm.knobs import INFERRING, OF_A_RUN, TRAINING, VERBS, WITH_DEVICES, knob
 from cssm.settings.family import BLOCKS, RECURRENT, spectral
+from cssm.settings.measuring import TAKES_STEPS
 
 _precision = partial(knob, group="precision and memory", verbs=TRAINING)
 _checkpoint = partial(knob, group="checkpoints")
@@ -47,7 +48,8 @@ class RunningSettings:
     resume: str | None = _checkpoint(None, "go on with a run: auto for the newest, or its path",
         resume="fresh", unset="start a new run")
     stall_timeout: float = _checkpoint(1800.0, "seconds without a step, an evaluated batch or a save after which the "
-        "run ends with the stacks of all threads; compilation counts; 0 for never", bounds="[0,)", resume="fresh")
+        "program ends with the stacks of all threads; compilation counts; 0 for never", bounds="[0,)", resume="fresh",
+        verbs=TRAINING, applies=TAKES_STEPS)
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare", *OF_A_RUN))
