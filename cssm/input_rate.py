@@ -19,6 +19,7 @@ from cssm.apart import apart
 from cssm.config import Config
 from cssm.data.folder import listing
 from cssm.data.pipeline import step_indices, train_batches
+from cssm.watchdog import ROWS_KEPT, Watchdog
 
 Row = dict[str, Any]
 BURN_IN = 5
@@ -64,12 +65,13 @@ def measure_peer(config: Config) -> Row:
 
 def timed(config: Config, batches: Iterator[Any]) -> Row:
     """The rate of config.steps batches after BURN_IN others."""
-    for _ in range(BURN_IN):
-        next(batches)
-    start = time.perf_counter()
-    for _ in range(config.steps):
-        next(batches)
-    seconds = time.perf_counter() - start
+    with Watchdog(config.stall_timeout, lambda: "a batch", ROWS_KEPT) as watchdog:
+        times = []
+        for _ in range(BURN_IN + config.steps):
+            next(batches)
+            watchdog.beat()
+            times.append(time.perf_counter())
+    seconds = times[-1] - times[BURN_IN - 1]
     batch = config.global_batch_size or 1
     return {"num_workers": config.num_workers, "batch_size": batch, "images_per_s": config.steps * batch / seconds}
 

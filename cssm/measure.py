@@ -28,14 +28,13 @@ from cssm.runs import Run
 from cssm.setup import Setup, load_split, set_up
 from cssm.step import Totals, make_backward
 from cssm.tracing import TRACED, Trace
-from cssm.watchdog import FIRST_STEP, Watchdog
+from cssm.watchdog import FIRST_STEP, ROWS_KEPT, Watchdog
 from parallel import devices as par
 from parallel import sharded
 from parallel.sync import Replicated
 
 # Steps before those that are timed, the one that compiles being the first.
 BURN_IN = 5
-KEPT = "rows before this one are written"
 
 
 def survey(config: Config) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def timed(setup: Setup, report: Reporter, profile: str | None) -> dict[str, Any]
     """
     config, batching, meter = setup.config, setup.batching, Meter()
     engine = Engine(setup, meter)
-    watchdog = Watchdog(config.stall_timeout, partial(_awaited, engine), KEPT, lambda sentence: None)
+    watchdog = Watchdog(config.stall_timeout, partial(_awaited, engine), ROWS_KEPT)
     last = BURN_IN + 2 * config.steps + (TRACED if profile else 0)
     with watchdog, closing(_batches(engine, last, watchdog.beat)) as batches:
         engine.initialise()
@@ -147,7 +146,8 @@ def _batches(engine: Engine, last: int, beat: Callable[[], None]) -> Generator[B
 
 
 def _awaited(engine: Engine) -> str:
-    return f"the devices, which take step {engine.taken} or one before" if engine.taken else FIRST_STEP
+    spans = {"data_wait": f"the batch of step {engine.taken + 1}", "compile": FIRST_STEP}
+    return spans.get(engine.meter.now, f"the devices, which take step {engine.taken} or one before")
 
 
 def _take_alone(engine: Engine, batches: Iterator[Batch]) -> float:

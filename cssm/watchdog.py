@@ -13,6 +13,8 @@ STALLED = 4
 """Exit code: devices or processes failed."""
 FIRST_STEP = "the compilation and the first step"
 """What may be waited for, in words."""
+ROWS_KEPT = "rows before this one are written"
+"""Of a benchmark."""
 _LOOK_S = 1.0
 # How long the record of what happened may take: what hangs may be the disk.
 _TELL_S = 5.0
@@ -26,7 +28,13 @@ class Watchdog:
     process was stopped does not count, and no change of the clock does.
     """
 
-    def __init__(self, timeout_s: float, waiting: Callable[[], str], kept: str, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        waiting: Callable[[], str],
+        kept: str,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         self.timeout_s, self._waiting, self._kept, self._tell = timeout_s, waiting, kept, tell
         self._idle_s = 0.0
         self._done = threading.Event()

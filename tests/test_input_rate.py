@@ -1,7 +1,9 @@
 """The input alone: what is timed, what is refused, and PyTorch's side as far as it can be seen without PyTorch."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -52,6 +54,16 @@ def test_only_the_batches_after_the_first_are_timed(photos, clock):
     row = input_rate.timed(config(photos), batches())
     assert row == {"num_workers": 1, "batch_size": 4, "images_per_s": 4 / 0.5}
     assert len(taken) == input_rate.BURN_IN + 4
+
+
+def test_a_batch_that_does_not_come_ends_the_row():
+    code = "import time\nfrom cssm import input_rate\nfrom cssm.config import Config\n"
+    code += "def batches_that_hang():\n    yield 1\n    time.sleep(60)\n"
+    code += "input_rate.timed(Config(stall_timeout=0.5), batches_that_hang())"
+    root = Path(__file__).resolve().parents[1]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=50)
+    assert result.returncode == 4 and "batches_that_hang" in result.stderr
+    assert "nothing has moved for 0.5 s, the program waits for a batch: rows before" in result.stderr
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

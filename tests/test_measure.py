@@ -161,8 +161,12 @@ def test_steps_that_do_not_end_are_ended():
     assert result.returncode == 4 and "take_that_hangs" in result.stderr
     said = "error: nothing has moved for 2 s, the program waits for the compilation and the first step: rows before"
     assert result.stderr.splitlines()[-1].startswith(said), result.stderr
-    waited = module._awaited(cast(Engine, SimpleNamespace(taken=3)))
-    assert waited == "the devices, which take step 3 or one before"
+
+
+@pytest.mark.parametrize("now, what", [("data_wait", "the batch of step 4"), ("", "the devices, which take step 3 or")])
+def test_what_a_row_waits_for_is_named(now, what):
+    engine = SimpleNamespace(taken=3, meter=SimpleNamespace(now=now))
+    assert module._awaited(cast(Engine, engine)).startswith(what)
 
 
 @pytest.mark.parametrize("input_", ["pipeline", "resident"])

@@ -5,7 +5,6 @@ from functools import partial
 
 from cssm.knobs import INFERRING, OF_A_RUN, TRAINING, VERBS, WITH_DEVICES, knob
 from cssm.settings.family import BLOCKS, RECURRENT, spectral
-from cssm.settings.measuring import TAKES_STEPS
 
 _precision = partial(knob, group="precision and memory", verbs=TRAINING)
 _checkpoint = partial(knob, group="checkpoints")
@@ -49,7 +48,7 @@ class RunningSettings:
         resume="fresh", unset="start a new run")
     stall_timeout: float = _checkpoint(1800.0, "seconds without a step, an evaluated batch or a save after which the "
         "program ends with the stacks of all threads; compilation counts; 0 for never", bounds="[0,)", resume="fresh",
-        verbs=TRAINING, applies=TAKES_STEPS)
+        verbs=TRAINING)
     log_every: int = _report(10, "steps between log lines", bounds="[1,)", aliases=("log_interval",))
     eval_every: int | None = _report(None, "steps between evaluations", bounds="[1,)", unset="once per epoch")
     quiet: bool = _report(False, "print results only", resume="fresh", verbs=(*WITH_DEVICES, "prepare", *OF_A_RUN))
