@@ -83,6 +83,7 @@ def test_remat_wraps_the_blocks(tmp_path):
     assert not runs_blocks_again(made(tmp_path, arch="vit", max_steps=1))
 
 
+@pytest.mark.slow
 def test_a_step_that_would_not_fit_is_computed_with_remat(tmp_path, monkeypatch, capsys):
     """First what is cheap again, and everything where that does not fit either; what is typed stays."""
     small = {"arch": "vit", "max_steps": 1}

@@ -59,6 +59,7 @@ def test_every_dtype_comes_back_bit_for_bit(checkpointer, tmp_path):
         assert read[name].tobytes() == leaf.tobytes(), name
 
 
+@pytest.mark.slow
 def test_a_save_and_what_reads_it_keep_no_memory(checkpointer, tmp_path):
     """A run saves without end. Orbax's default format lost some eight objects of each array with each save."""
     leaves = {f"params/block_{i}/w": np.ones((2, 2), np.float32) for i in range(60)}

@@ -65,6 +65,7 @@ def wandb(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_wandb_gets_the_run_and_a_resumed_one_goes_on_in_it(wandb, tmp_path):
     start(tmp_path, "run", wandb=True, max_steps=3)
     go_on(tmp_path, "run", "--num_devices", "1", "--max_steps", "4")

@@ -53,6 +53,7 @@ def test_a_stall_shows_every_stack_and_what_was_waited_for():
     assert out == f"told {sentence.removeprefix('error: ')}\n"
 
 
+@pytest.mark.slow
 def test_time_in_which_the_process_was_stopped_does_not_count():
     with run(STOPPED) as process:
         assert process.stdout.readline() == "started\n"
