@@ -9,6 +9,7 @@ import numpy as np
 
 from cssm.config import Config, resolve
 from cssm.data.pipeline import train_batches
+from cssm.engine import fresh_state
 from cssm.report import Reporter
 from cssm.runs import Run
 from cssm.setup import set_up
@@ -74,7 +75,7 @@ def _train(config: Config, devices: list[jax.Device]) -> dict[str, list[np.ndarr
         setup = set_up(Run(Path(), config, resumed=False), devices, silent)
         backward = make_backward(setup.step_model, setup.strategy, config, setup.batching.grad_accum)
         step = setup.strategy.program(backward, make_finish(setup.tx, setup.strategy, config), devices)
-        state = par.spmd(setup.initial_state, devices)(par.device_indices(devices))
+        state = fresh_state(setup)
         no_sums = par.replicate(Sums.zeros(), devices)
         whole = len(par.local(devices)) == len(devices)
         place = {} if whole else {"process_index": jax.process_index(), "process_count": jax.process_count()}

@@ -23,6 +23,14 @@ STEPS_AHEAD = 4
 Batch = dict[str, jax.Array]
 
 
+def fresh_state(setup: Setup) -> TrainState:
+    """Of config.seed, in which parameters given (--init_from) take no part. Each device makes its own part: nowhere
+    need the whole state fit.
+    """
+    with par.drawn_by_kernel():
+        return par.spmd(setup.initial_state, setup.devices)(par.device_indices(setup.devices))
+
+
 class Engine:
     """state: what the last step left; set it, or call `initialise`. window: the sums of the steps since `reset`. taken:
     how many steps this engine has taken.
@@ -43,11 +51,9 @@ class Engine:
         self._in_flight: deque[jax.Array] = deque()
 
     def initialise(self) -> None:
-        """A fresh state. Each device makes its own part: nowhere need the whole state fit, unless parameters are given
-        (--init_from).
-        """
+        """A fresh state, with the parameters given (--init_from), for which the whole state must fit on the host."""
         with self.meter.span("compile"):
-            self.state = par.spmd(self.setup.initial_state, self.setup.devices)(par.device_indices(self.setup.devices))
+            self.state = fresh_state(self.setup)
             if self.setup.initial is not None:
                 whole = self.setup.initial.put(sharded.fetch(self.state, self.setup.devices))
                 self.state = sharded.place(whole, self.setup.layout, self.setup.devices)

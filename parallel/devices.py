@@ -5,8 +5,8 @@ import hashlib
 import os
 import platform as host
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "assert_replicated",
     "describe",
     "device_indices",
+    "drawn_by_kernel",
     "enable_compile_cache",
     "local",
     "memory_bytes",
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 Tree = Any
+DRAWN_BY_KERNEL = "jax_threefry_gpu_kernel_lowering"
 
 
 def select_devices(
@@ -257,3 +259,18 @@ def enable_compile_cache(directory: str | Path) -> Path:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+@contextmanager
+def drawn_by_kernel() -> Iterator[None]:
+    """What is lowered in this context for a GPU draws by jax's own kernel, the same bits, and not by some hundred
+    operations each time, which XLA copies into whatever reads them.
+
+    For a program that draws many arrays once: it compiles in a third of the time. The bits are memory of their own.
+    """
+    before = jax.config.values[DRAWN_BY_KERNEL]
+    jax.config.update(DRAWN_BY_KERNEL, True)
+    try:
+        yield
+    finally:
+        jax.config.update(DRAWN_BY_KERNEL, before)

@@ -21,6 +21,7 @@ from parallel.devices import (
     DeviceError,
     assert_replicated,
     describe,
+    drawn_by_kernel,
     enable_compile_cache,
     memory_bytes,
     per_device,
@@ -320,3 +321,20 @@ def test_each_device_is_used_beside_what_goes_on_and_its_failure_is_told_where_i
     for thread in threads:
         thread.join(60)
     assert sorted(begun, key=lambda device: device.id) == devices
+
+
+def test_a_gpu_draws_by_one_operation_within_the_context_alone():
+    """Also after an error; a CPU draws as it does without."""
+
+    def lowered(platform):
+        draw = jax.jit(lambda key: jax.random.normal(key, (8,)))
+        return draw.trace(jax.random.key(0)).lower(lowering_platforms=(platform,)).as_text()
+
+    without = {platform: lowered(platform) for platform in ("cuda", "cpu")}
+    with pytest.raises(KeyError), drawn_by_kernel():
+        within = {platform: lowered(platform) for platform in ("cuda", "cpu")}
+        raise KeyError
+    assert "threefry2x32_ffi" in within["cuda"] and "threefry2x32_ffi" not in without["cuda"]
+    assert len(within["cuda"]) < len(without["cuda"]) / 2
+    assert within["cpu"] == without["cpu"]
+    assert lowered("cuda") == without["cuda"]

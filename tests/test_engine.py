@@ -50,6 +50,16 @@ def test_every_batch_makes_a_step_and_the_window_sums_them(engine):
     assert engine.meter.seconds["compile"] > 0 and "data_wait" in engine.meter.seconds
 
 
+def test_a_fresh_state_is_drawn_by_a_gpus_kernel(setup, monkeypatch):
+    """Without it the program of a fresh state takes nearly as long to compile as that of a step."""
+    drawn = []
+    monkeypatch.setattr(
+        par, "spmd", lambda fn, devices: lambda index: drawn.append(jax.config.values[par.DRAWN_BY_KERNEL])
+    )
+    module.fresh_state(setup)
+    assert drawn == [True]
+
+
 def test_threads_and_batches_made_ahead_change_no_loss(engine, setup):
     """The same losses, to the bit, from one program; 10 steps are two epochs."""
     fresh, runs = jax.device_get(engine.state), set()

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "engine": "data meter setup step parallel",
     "tracing": "config",
     "hardware": "config advice agreement memory report parallel",
-    "agreement": "config data report runs setup step parallel",
+    "agreement": "config data engine report runs setup step parallel",
     "memory": "config rules parallel",
     "compare": "config markdown report waiting",
     "waiting": "knobs settings",
