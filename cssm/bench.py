@@ -4,7 +4,9 @@ Each row is measured in a process of its own (cssm.measure), so that the peak of
 another row is left on a device. This process uses no device.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +17,7 @@ from cssm.data.pipeline import Outline, steps_per_epoch
 from cssm.ledger import Ledger
 from cssm.measure import BURN_IN, measure, survey
 from cssm.report import Reporter
+from cssm.report.replaced import check_folder
 from cssm.runs import named_by_time, unused_directory
 from cssm.setup import load_split
 from cssm.stages import numbers
@@ -43,14 +46,16 @@ def bench(config: Config, command: str = "", json_stream: IO[str] | None = None)
     with Reporter(None, headless_stream=json_stream, quiet=config.quiet) as report:
         ledger = Ledger(directory, config, facts, command)
         why = None
+
+        def record(row: Row) -> None:
+            report.event("bench", **ledger.add(row))
+            report.line(ledger.sentence(row))
+
         try:
             if config.input == "data":  # what is generated is made once, and shown
                 load_split(config, "train", report)
             for point in points:
-                rows, why = _measured(point, facts["platform"], outline, json_stream is None)
-                for row in rows:
-                    report.event("bench", **ledger.add(row))
-                    report.line(ledger.sentence(row))
+                why = _measure(point, facts["platform"], outline, json_stream is None, record)
                 if why:
                     break
             if why and not ledger.rows:
@@ -124,27 +129,33 @@ def new_directory(config: Config) -> Path:
     if config.output is None:
         return unused_directory(Path(config.checkpoint_dir), named_by_time("bench", config.arch, config.cell))
     directory = Path(config.output)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"--output {directory} exists already and is not overwritten: type another folder")
+    check_folder("--output", directory)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
-def _measured(point: Config, platform: str, outline: Outline, speak: bool) -> tuple[list[Row], str | None]:
-    """(rows of ours and of the peer, why there are no more)."""
+def _measure(point: Config, platform: str, outline: Outline, speak: bool, record: Callable[[Row], None]) -> str | None:
+    """Record a row of ours and, if asked for, the peer's; why there are no more, if there are none.
+
+    Ours is recorded whatever becomes of the peer.
+    """
     if point.input == "data":
-        return input_rate.rows(point), None
-    row = apart(measure, point, point.profile, speak)
-    if why := row.get("out_of_memory"):
-        return [], f"with --devices {point.num_devices}: {why}"
-    rows = [{"program": "cssm", **row}]
-    if point.peer != "none":
-        other = peer.measure(_task(point, row, platform, outline))
-        if why := other.get("out_of_memory"):
-            return rows, why
-        rows.append({"program": "torch", **other})
-        rows[0]["ratio_to_peer"] = row["images_per_s"] / other["images_per_s"]
-    return rows, None
+        row, other = apart(input_rate.measure, point), partial(apart, input_rate.measure_peer, point)
+    else:
+        row = apart(measure, point, point.profile, speak)
+        if why := row.get("out_of_memory"):
+            return f"with --devices {point.num_devices}: {why}"
+        other = lambda: peer.measure(_task(point, row, platform, outline))
+    ours, theirs = {"program": "cssm", **row}, {}
+    try:
+        theirs = other() if point.peer != "none" else {}
+    finally:
+        if "images_per_s" in theirs:
+            ours["ratio_to_peer"] = row["images_per_s"] / theirs["images_per_s"]
+        record(ours)
+    if theirs and "out_of_memory" not in theirs:
+        record({"program": "torch", **theirs})
+    return theirs.get("out_of_memory")
 
 
 def _task(point: Config, row: Row, platform: str, outline: Outline) -> peer.Task:

@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 from cssm import data
-from cssm.apart import apart
 from cssm.config import Config
 from cssm.data.folder import listing
 from cssm.data.pipeline import step_indices, train_batches
@@ -26,17 +25,10 @@ BURN_IN = 5
 NEEDED = ("torch", "torchvision")  # by the peer
 
 
-def rows(config: Config) -> list[Row]:
-    """Ours and, if asked for, the peer's; the configuration has one num_workers and a global_batch_size."""
-    found = [{"program": "cssm", **apart(measure, config)}]
-    if config.peer != "none":
-        found.append({"program": "torch", **apart(measure_peer, config)})
-        found[0]["ratio_to_peer"] = found[0]["images_per_s"] / found[1]["images_per_s"]
-    return found
-
-
 def measure(config: Config) -> Row:
-    """{num_workers, batch_size, images_per_s} of config.steps batches, taken as fast as they come."""
+    """{num_workers, batch_size, images_per_s} of config.steps batches, taken as fast as they come; the configuration
+    has one num_workers and a global_batch_size.
+    """
     batch, workers = config.global_batch_size or 1, config.num_workers or 0
     source = data.load(config, "train")
     # As many are ahead when the clock stops as when it starts.

@@ -73,7 +73,7 @@ def test_the_devices_of_a_row_are_the_first_of_those_chosen():
 @pytest.fixture
 def rows(monkeypatch):
     """Set `full` to the batch_size from which on memory runs out; `asked` tells which rows were measured."""
-    told = SimpleNamespace(full=1000, asked=[], peer_full=False)
+    told = SimpleNamespace(full=1000, asked=[], peer_full=False, peer_killed=False)
 
     def apart(fn, config, *args):
         if fn is module.survey:
@@ -85,6 +85,8 @@ def rows(monkeypatch):
 
     def theirs(task):
         told.task = task
+        if told.peer_killed:
+            raise UserError("killed", 4)
         if told.peer_full:
             return {"out_of_memory": "PyTorch is out of memory"}
         return measured(task.devices, task.batch_size, 80.0 * task.devices)
@@ -172,6 +174,16 @@ def test_a_peer_out_of_memory_leaves_our_row(tmp_path, rows, capsys):
     rows.peer_full = True
     assert cli.main(["bench", *PEER, "--output", str(tmp_path / "out")]) == 0
     assert "note: PyTorch is out of memory" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_killed_leaves_our_row(tmp_path, rows, capsys):
+    rows.peer_killed = True
+    argv = ["bench", *PEER, "--devices", "1,2", "--output", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="killed"):
+        module.bench(parse_args(argv).config)
+    assert "cssm on 1 device, batch_size 32: 100 images/s" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
+    assert row["program"] == "cssm" and row.get("ratio_to_peer") is None
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,9 @@ def test_one_command_makes_a_table(photos, tmp_path, monkeypatch, capsys):
     facts = {"platform": "cpu", "num_devices": 1, "devices": [{"kind": "cpu"}], "versions": {}}
     facts |= {"host": {"cpu_cores": 2, "memory_bytes": 5}}
     row = lambda settings, rate: {"num_workers": settings.num_workers, "batch_size": 4, "images_per_s": rate}
-    monkeypatch.setattr(bench, "apart", lambda fn, *_: facts)
-    ours = {input_rate.measure: 100.0, input_rate.measure_peer: 50.0}
-    monkeypatch.setattr(input_rate, "apart", lambda fn, s: row(s, ours[fn] * (1 + s.num_workers)))
+    rates = {input_rate.measure: 100.0, input_rate.measure_peer: 50.0}
+    apart = lambda fn, settings: row(settings, rates[fn] * (1 + settings.num_workers)) if fn in rates else facts
+    monkeypatch.setattr(bench, "apart", apart)
     monkeypatch.setattr(bench.peer, "check_installed", lambda needed: needed)
     argv = ["bench", "--input", "data", "--dataset", "folder", "--data_dir", str(photos), "--worker_counts", "0,1"]
     argv += ["--batch_size", "4", "--peer", "torch", "--output", str(tmp_path / "out")]

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "cli": "bench cssm compare config memory prepare report training hardware inference parallel",
     "prepare": "config data report settings",
     "bench": "config data input_rate peer apart ledger measure report runs setup stages parallel",
-    "input_rate": "apart config data watchdog",
+    "input_rate": "config data watchdog",
     "measure": "augment cards config engine flops hardware jaxprs memory meter report runs setup step tracing watchdog "
     "parallel",
     "peer": "apart config",

@@ -65,10 +65,17 @@ def test_outputs_that_are_not_written_are_refused(tmp_path):
         with pytest.raises(UserError, match=sentence):
             check_output(output)
     assert check_output(None) is None
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file: type the name of a folder for the pictures"):
-        check_output(None, str(tmp_path / "file"))
-    assert check_output("a.csv", str(tmp_path)) == Path("a.csv")
+
+
+def test_pictures_go_to_a_folder_that_holds_nothing(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for folder in (tmp_path / "full", tmp_path / "full" / "file"):
+        with pytest.raises(UserError, match=f"--explain {folder} exists already and is not overwritten"):
+            check_output(None, str(folder))
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new"):
+        assert check_output("a.csv", str(folder)) == Path("a.csv")
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.jsonl"])

@@ -10,7 +10,7 @@ from typing import IO, Any, Self
 
 from cssm.config import UserError
 from cssm.report import Reporter
-from cssm.report.replaced import check_replaced
+from cssm.report.replaced import check_folder, check_replaced
 
 # Endings, and how files of predictions begin.
 BEGINNINGS = {".jsonl": '{"input": "', ".csv": "input,class_1,probability_1"}
@@ -19,10 +19,10 @@ Prediction = Mapping[str, Any]
 
 def check_output(output: str | None, explain: str | None = None) -> Path | None:
     """The file that --output names. UserError for a kind that is not written, a folder, or a file that is there and
-    holds no predictions, and where --explain names what is no folder.
+    holds no predictions, and where --explain names what holds something, or is no folder.
     """
-    if explain is not None and Path(explain).exists() and not Path(explain).is_dir():
-        raise UserError(f"--explain {explain} is a file: type the name of a folder for the pictures")
+    if explain is not None:
+        check_folder("--explain", Path(explain))
     if output is None:
         return None
     path = Path(output)

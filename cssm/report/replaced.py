@@ -1,4 +1,4 @@
-"""What a command may put a file of its own in the place of."""
+"""What a command may put a file of its own in the place of, and which folders it may fill."""
 
 from pathlib import Path
 
@@ -20,3 +20,9 @@ def check_replaced(path: Path, mark: str) -> None:
             f"--output {path} is there already, and not of this command, which replaces only what it wrote: type "
             "another name"
         )
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """UserError where the flag names a file, or a folder that holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{flag} {folder} exists already and is not overwritten: type another folder")
