@@ -55,7 +55,7 @@ def bench(config: Config, command: str = "", json_stream: IO[str] | None = None)
             if config.input == "data":  # what is generated is made once, and shown
                 load_split(config, "train", report)
             for point in points:
-                why = _measure(point, facts["platform"], outline, json_stream is None, record)
+                why = _record_rows(point, facts["platform"], outline, json_stream is None, record)
                 if why:
                     break
             if why and not ledger.rows:
@@ -134,7 +134,9 @@ def new_directory(config: Config) -> Path:
     return directory
 
 
-def _measure(point: Config, platform: str, outline: Outline, speak: bool, record: Callable[[Row], None]) -> str | None:
+def _record_rows(
+    point: Config, platform: str, outline: Outline, speak: bool, record: Callable[[Row], None]
+) -> str | None:
     """Record a row of ours and, if asked for, the peer's; why there are no more, if there are none.
 
     Ours is recorded whatever becomes of the peer.

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The tests compile far more than they run. Of the two ways in which jaxlib 0.10 can write fusions they take the one
-# that compiles in half the time; later ones know one way alone, and abort at the flag.
+# that compiles in about half the time; later ones know one way alone, and abort at the flag.
 flags = [f"--xla_force_host_platform_device_count={DEVICES}", "--xla_cpu_parallel_codegen_split_count=1"]
 flags += ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []
 # Of a repeated flag XLA takes the last, so these win over the caller's own.
